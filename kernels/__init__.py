@@ -1,0 +1,1 @@
+"""Loss kernels; imported as rlvr_jax.kernels."""

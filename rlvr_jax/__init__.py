@@ -1,0 +1,1 @@
+"""RLVR in JAX: which data a model learns from, as small pure functions inside one sharded update."""

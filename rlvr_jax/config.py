@@ -1,0 +1,376 @@
+"""Configuration: frozen, strict models, read from YAML with ``a.b=value`` overrides.
+
+Every default is a decision; every field is read somewhere (``tests/test_config.py`` checks it). A wrong key, type or
+combination raises :class:`ConfigError`, one line that names the field and the nearest valid key. No jax in here.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pydantic
+import yaml
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one line."""
+
+
+class Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Model(Strict):
+    path: str = "embedded"
+    """Hugging Face folder, or 'embedded' for the tiny model inside the package."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What the backward pass recomputes: nothing, all but matmul results, or everything inside a layer."""
+    system_prompt: str | None = None
+    template_args: dict[str, Any] = {}
+    """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
+
+
+class Domain(Strict):
+    task: str | None = None
+    """A generated task: arithmetic, countdown, knights. Exclusive with path."""
+    task_args: dict[str, Any] = {}
+    path: str | None = None
+    """JSONL or parquet file, below data.root unless absolute; 'hf:NAME' reads the datasets library."""
+    eval_path: str | None = None
+    """Held-out file; without one a share of the rows (data.holdout), chosen by hash, is held out."""
+    split: str = "train"
+    """Split of an 'hf:' source."""
+    columns: dict[str, str] = {}
+    """Our name -> column of the file (dots descend): prompt, answer, and any further field of the verifier."""
+    answer_after: str | None = None
+    """Keep only what follows the last occurrence of this string in the answer ('####' for GSM8K)."""
+    template: str = "{prompt}"
+    """Python format string over the row's fields."""
+    verifier: str | None = None
+    """math, countdown, knights, choice, format or module:function. Generated tasks bring their own."""
+    verifier_args: dict[str, Any] = {}
+    rewards: tuple[dict[str, float], ...] | None = None
+    """Overrides the top-level rewards for this domain."""
+    weight: float = pydantic.Field(1.0, gt=0)
+    """Relative share of this domain in the static mix."""
+
+    @pydantic.model_validator(mode="after")
+    def _source(self) -> Self:
+        if (self.task is None) == (self.path is None):
+            raise ValueError("a domain needs exactly one of 'task' and 'path'")
+        if self.path is not None and self.verifier is None and not self.rewards:
+            raise ValueError("a domain read from a file needs a 'verifier' (math, countdown, knights, choice, format or module:function)")
+        return self
+
+
+class Mixer(Strict):
+    name: Literal["static"] = "static"
+    """static: the domains' weights."""
+
+
+class Data(Strict):
+    domains: dict[str, Domain] = {"arithmetic": Domain(task="arithmetic")}
+    root: str | None = None
+    """Folder that relative paths start from; default $RLVR_DATA, else the working directory."""
+    mixer: Mixer = Mixer()
+    max_prompt_length: int = pydantic.Field(128, gt=0)
+    overlong_prompt: Literal["drop", "truncate"] = "drop"
+    """drop: skipped with a counter; truncate: tokens are cut from the left."""
+    broken_row: Literal["skip", "refuse"] = "skip"
+    """skip: reported with file and line, and counted; refuse: the first broken row ends the run at start-up."""
+    holdout: float = pydantic.Field(0.1, gt=0, lt=1)
+    """Share of prompts, chosen by a hash of their text, that is for evaluation only."""
+
+
+class Rollout(Strict):
+    samples_per_prompt: int = pydantic.Field(8, ge=1)
+    max_new_tokens: int = pydantic.Field(64, ge=1)
+    temperature: float = pydantic.Field(1.0, ge=0)
+    top_k: int = pydantic.Field(0, ge=0)
+    """0 = off."""
+    top_p: float = pydantic.Field(1.0, gt=0, le=1)
+    record_entropy: bool = False
+    """Record the entropy of every sampled token; strategies that read it turn it on."""
+
+
+class Pool(Strict):
+    workers: int = pydantic.Field(2, ge=1)
+    cpu_seconds: float = pydantic.Field(5.0, gt=0)
+    """CPU time one verdict may take; counted in the worker, so a busy machine changes no verdict."""
+    wall_seconds: float = pydantic.Field(60.0, gt=0)
+    """Bound for a verifier that sleeps."""
+
+
+class Algorithm(Strict):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"] = "grpo"
+    restandardise: bool = False
+    """Standardise again within the rows that selection kept (as GFPO and PODS do)."""
+    objective: Literal["clip", "gspo", "cispo"] = "clip"
+    clip_low: float = pydantic.Field(0.2, ge=0)
+    clip_high: float = pydantic.Field(0.2, ge=0)
+    dual_clip: float | None = None
+    """For negative advantages the loss is bounded by this multiple of |A|; null = off (10 is usual)."""
+    kl_coef: float = pydantic.Field(0.0, ge=0)
+    """0 keeps no reference model in memory."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    kl_in_reward: bool = False
+    """Subtract kl_coef * k1 from the reward instead of adding a loss term."""
+    entropy_coef: float = pydantic.Field(0.0, ge=0)
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_const"] = "token_mean"
+    loss_denominator: Literal["kept", "all"] = "kept"
+    success_threshold: float = 0.5
+    is_cap: float | None = 2.0
+    """Cap of the importance weight old/behaviour; null = none."""
+    is_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
+    recompute_old: bool = False
+    """Compute logprob_old in its own pass even with one update per batch."""
+    mask_truncated: bool = False
+    """Overlong filtering: rows that ran into max_new_tokens get weight 0."""
+
+    @pydantic.model_validator(mode="after")
+    def _kl(self) -> Self:
+        if self.kl_in_reward and self.kl_coef == 0:
+            raise ValueError("'kl_in_reward' needs kl_coef > 0")
+        return self
+
+
+class Optimizer(Strict):
+    learning_rate: float = pydantic.Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: constant, or down to 0 at train.steps."""
+    warmup_steps: int = pydantic.Field(0, ge=0)
+    weight_decay: float = pydantic.Field(0.0, ge=0)
+    b1: float = pydantic.Field(0.9, ge=0, lt=1)
+    b2: float = pydantic.Field(0.99, ge=0, lt=1)
+    eps: float = pydantic.Field(1e-8, gt=0)
+    max_grad_norm: float = pydantic.Field(1.0, gt=0)
+
+
+class Replay(Strict):
+    kind: Literal["popo"] = "popo"
+    """popo: slots of ineffective groups are filled with the most recent effective groups (arXiv 2606.01281)."""
+    capacity: int | None = pydantic.Field(None, gt=0)
+    """Groups in the buffer; default: prompts per step."""
+
+
+class Train(Strict):
+    steps: int = pydantic.Field(100, ge=0)
+    prompts_per_step: int = pydantic.Field(16, ge=1)
+    updates_per_batch: int = pydantic.Field(1, ge=1)
+    """Mini-batches of one rollout, each an optimizer step; > 1 computes logprob_old first."""
+    micro_batch: int = pydantic.Field(16, ge=1)
+    """Rows per forward and backward pass, over all devices."""
+    save_every: int = pydantic.Field(50, ge=1)
+    eval_every: int = pydantic.Field(50, ge=1)
+    max_to_keep: int = pydantic.Field(2, ge=1)
+    """Newest checkpoints kept; the best one by evaluation is kept beside them."""
+    max_seconds: float | None = pydantic.Field(None, gt=0)
+    """Stop after this wall time (saving first); the next start goes on."""
+    samples_every: int = pydantic.Field(10, ge=1)
+    """Steps between sample texts written to samples.jsonl."""
+
+
+class Eval(Strict):
+    prompts_per_domain: int = pydantic.Field(200, ge=0)
+    """0 = no evaluation."""
+    samples_per_prompt: int = pydantic.Field(1, ge=1)
+    temperature: float = pydantic.Field(0.0, ge=0)
+    batch_prompts: int = pydantic.Field(64, ge=1)
+
+
+class Mesh(Strict):
+    data: int = pydantic.Field(1, ge=1)
+    fsdp: int = pydantic.Field(1, ge=1)
+    tensor: int = pydantic.Field(1, ge=1)
+
+
+class Sft(Strict):
+    """Only ``rlvr-jax sft`` reads this section."""
+
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """scratch: train a new tokenizer and a new model of the shape below; pretrained: start from model.path."""
+    steps: int = pydantic.Field(1000, ge=1)
+    batch: int = pydantic.Field(64, ge=1)
+    learning_rate: float = pydantic.Field(1e-3, gt=0)
+    warmup_steps: int = pydantic.Field(50, ge=0)
+    max_length: int = pydantic.Field(256, ge=8)
+    """Longer rows are dropped with a counter."""
+    export: str | None = None
+    """Folder for the resulting Hugging Face model; default <run_dir>/model."""
+    vocab_size: int = pydantic.Field(512, ge=300)
+    layers: int = pydantic.Field(4, ge=1)
+    width: int = pydantic.Field(128, ge=8)
+    ffn: int = pydantic.Field(384, ge=8)
+    heads: int = pydantic.Field(4, ge=1)
+    kv_heads: int = pydantic.Field(2, ge=1)
+
+
+class Config(Strict):
+    seed: int = pydantic.Field(0, ge=0)
+    run_dir: str | None = None
+    """Default runs/<config name>."""
+    model: Model = Model()
+    data: Data = Data()
+    rollout: Rollout = Rollout()
+    rewards: tuple[dict[str, float], ...] = ({"verifier": 1.0},)
+    """Weighted sum; 'verifier' stands for the domain's own. 'correct' is the first one's verdict."""
+    pool: Pool = Pool()
+    algorithm: Algorithm = Algorithm()
+    strategies: tuple[str | dict[str, Any], ...] = ()
+    """Presets, {select|reweight: act, score: ...} mappings, or module:function; applied in order."""
+    replay: Replay | None = None
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    eval: Eval = Eval()
+    mesh: Mesh = Mesh()
+    sft: Sft = Sft()
+
+    @pydantic.model_validator(mode="after")
+    def _combinations(self) -> Self:
+        check = [
+            (bool(self.data.domains), "data.domains: at least one domain is needed"),
+            (self.train.prompts_per_step % self.train.updates_per_batch == 0,
+             f"train.updates_per_batch: {self.train.updates_per_batch} does not divide train.prompts_per_step {self.train.prompts_per_step}"),
+            (self.train.micro_batch % (self.mesh.data * self.mesh.fsdp) == 0,
+             f"train.micro_batch: {self.train.micro_batch} is not a multiple of mesh.data*mesh.fsdp = {self.mesh.data * self.mesh.fsdp}"),
+            (all(len(r) == 1 for r in self.rewards) and len(self.rewards) > 0, "rewards: a list of one-entry mappings, e.g. [{math: 1.0}, {format: 0.1}]"),
+        ]
+        for good, message in check:
+            if not good:
+                raise ValueError(message)
+        return self
+
+
+def check_for_training(config: Config) -> None:
+    """Combinations that only training refuses (evaluation and generation allow them).
+
+    Raises:
+      ConfigError: temperature 0, a single sample per group, or group-size misfits.
+    """
+    if config.rollout.temperature == 0:
+        raise ConfigError("rollout.temperature: 0 samples one answer only and has no policy gradient; use a value > 0 (1.0 is usual)")
+    if config.rollout.samples_per_prompt < 2:
+        raise ConfigError("rollout.samples_per_prompt: 1 gives every group advantage 0; use at least 2 (8 is usual)")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-5 as a float (YAML 1.2); PyYAML's own takes it for a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*([eE][-+]?\d+)|\.\d+([eE][-+]?\d+)?|\d[\d_]*\.[\d_]*|\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("-+0123456789."))
+
+
+def read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """``a.b=value`` onto a nested dict; values are YAML.
+
+    Raises:
+      ConfigError: no '=' in an override, or a path through something that is no mapping.
+    """
+    tree = json.loads(json.dumps(tree))
+    for item in overrides:
+        key, eq, value = item.partition("=")
+        if not eq or not key:
+            raise ConfigError(f"override '{item}' is not of the form a.b=value")
+        node, *parents = tree, *key.split(".")
+        for part in parents[:-1]:
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+            if not isinstance(node, dict):
+                raise ConfigError(f"override '{item}': '{part}' is not a mapping in this config")
+        try:
+            node[parents[-1]] = read_yaml(value)
+        except yaml.YAMLError as e:
+            raise ConfigError(f"override '{item}': value is not YAML ({_one_line(e)})") from None
+    return tree
+
+
+def load(path: str | os.PathLike[str] | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Reads a YAML file, applies overrides, validates; ``run_dir`` defaults to ``runs/<file name>``.
+
+    Raises:
+      ConfigError: unreadable file, bad YAML, unknown key, wrong type, impossible combination.
+    """
+    tree: Any = {}
+    if path is not None:
+        try:
+            tree = read_yaml(Path(path).read_text()) or {}
+        except OSError as e:
+            raise ConfigError(f"config '{path}' cannot be read: {e.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise ConfigError(f"config '{path}' is not YAML: {_one_line(e)}") from None
+        if not isinstance(tree, dict):
+            raise ConfigError(f"config '{path}' must be a mapping of sections, found a {type(tree).__name__}")
+    tree = apply_overrides(tree, overrides)
+    if tree.get("run_dir") is None:
+        tree["run_dir"] = f"runs/{Path(path).stem if path else 'default'}"
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """A plain mapping to a :class:`Config`.
+
+    Raises:
+      ConfigError: with one line for the first fault found.
+    """
+    try:
+        return Config.model_validate_json(json.dumps(tree))
+    except pydantic.ValidationError as e:
+        raise ConfigError(_explain(e)) from None
+    except TypeError as e:
+        raise ConfigError(f"config holds something that is no plain YAML value: {e}") from None
+
+
+def dump(config: Config) -> str:
+    """YAML of the resolved config; :func:`load` reads it back to an equal object."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _one_line(e: Exception) -> str:
+    return " ".join(str(e).split())
+
+
+def _explain(error: pydantic.ValidationError) -> str:
+    # An unknown key is the likeliest root of the others ('missing task' after a misspelt 'taks'), so it is named first.
+    errors = sorted(error.errors(include_url=False), key=lambda x: x["type"] != "extra_forbidden")
+    e = errors[0]
+    where = ".".join(str(p) for p in e["loc"])
+    if e["type"] == "extra_forbidden":
+        keys = _valid_keys(e["loc"][:-1])
+        near = difflib.get_close_matches(str(e["loc"][-1]), keys, n=1, cutoff=0.0)
+        return f"unknown key '{where}'; nearest valid key: '{near[0] if near else keys}'"
+    message = e["msg"].removeprefix("Value error, ")
+    if e["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}: {message[0].lower() + message[1:]}, got {e['input']!r}"
+
+
+def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Field names of the model at a path; a step through a dict (a domain's name) does not change the model."""
+    model: Any = Config
+    for part in loc:
+        field = model.model_fields.get(part)
+        if field is None:
+            continue
+        for candidate in _models_in(field.annotation):
+            model = candidate
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return [annotation]
+    return [m for a in getattr(annotation, "__args__", ()) for m in _models_in(a)]

@@ -1,0 +1,26 @@
+"""Eight fake CPU devices, set once, before jax is imported anywhere."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+_flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+# Real data and verifier cases live beside a developer's checkout; the package never reads them.
+SHARED = Path(os.environ.get("RLVR_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real data sets and cases; the test is skipped, with the reason, where it is missing."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no real data: {SHARED} is missing (set RLVR_SHARED)")
+    return SHARED
