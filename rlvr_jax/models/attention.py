@@ -1,0 +1,58 @@
+"""Attention behind one function, so that a backend's own kernel can stand in for the plain one."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+Array = jax.Array
+
+# Finite, so that a query that sees nothing (padding) averages noise instead of dividing 0 by 0.
+MASKED = -1e30
+
+
+class AttentionMask(struct.PyTreeNode):
+    """Who sees whom, as vectors a kernel can take instead of a ``[B, T, S]`` array.
+
+    A query sees the entries of its own segment with ``0 <= entry position <= query position``.
+
+    Attributes:
+      q_position: ``[B, T] int32``.
+      k_position: ``[B, S] int32``, negative = empty or padding.
+      q_segment, k_segment: ``[B, T]``, ``[B, S] int32``, or None where every row is one segment.
+    """
+
+    q_position: Array
+    k_position: Array
+    q_segment: Array | None = None
+    k_segment: Array | None = None
+
+    def dense(self) -> Array:
+        """``[B, T, S] bool``."""
+        k, q = self.k_position[:, None, :], self.q_position[:, :, None]
+        seen = (k >= 0) & (k <= q)
+        if self.q_segment is not None and self.k_segment is not None:
+            seen &= self.q_segment[:, :, None] == self.k_segment[:, None, :]
+        return seen
+
+
+def attention(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
+    """Scaled dot-product attention; query head h reads key head ``h // (H / K)``, keys are never repeated in memory.
+
+    Args:
+      q: ``[B, T, H, head_dim]``.
+      k, v: ``[B, S, K, head_dim]`` in q's dtype.
+      mask: see :class:`AttentionMask`.
+
+    Returns:
+      ``[B, T, H, head_dim]`` in q's dtype; scores and softmax are float32.
+    """
+    B, T, H, hd = q.shape
+    K = k.shape[2]
+    grouped = q.reshape(B, T, K, H // K, hd)
+    score = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(hd)
+    score = jnp.where(mask.dense()[:, None, None], score, MASKED)
+    p = jax.nn.softmax(score, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", p, v, preferred_element_type=jnp.float32)
+    return out.reshape(B, T, H, hd).astype(q.dtype)
