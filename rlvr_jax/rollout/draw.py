@@ -1,0 +1,219 @@
+"""One token per row from logits and one uniform number per row.
+
+``jax.random.categorical`` makes a random number per vocabulary entry, which at V = 151936 costs more than a small
+model's forward pass. Here the inverse of the cumulative distribution is searched in two levels: sums of blocks of the
+vocabulary, then the one block that the uniform number falls into. Nothing of size V is sorted.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+Array = jax.Array
+
+BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when a row ends.
+
+    Attributes:
+      temperature: logits are divided by it; 0 = greedy.
+      top_k: keep the k likeliest tokens; 0 = all. Of equal tokens the lower id goes first.
+      top_p: of the tempered (and top-k) distribution keep the smallest set of likeliest tokens whose probabilities
+        sum to at least top_p, at least one token; 1 = all. Equal tokens as in top_k.
+      max_new_tokens: limit of a response, its end token included.
+      eos_ids: ids that end a row; the end token is kept.
+      record_entropy: also return the entropy of every tempered, full distribution.
+
+    Raises:
+      ValueError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 64
+    eos_ids: tuple[int, ...] = ()
+    record_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {"temperature": (self.temperature >= 0 and self.temperature < float("inf"), "finite and >= 0"),
+                  "top_k": (self.top_k >= 0, ">= 0 (0 = off)"),
+                  "top_p": (0 < self.top_p <= 1, "in (0, 1] (1 = off)"),
+                  "max_new_tokens": (self.max_new_tokens >= 1, ">= 1"),
+                  "eos_ids": (all(e >= 0 for e in self.eos_ids), "a tuple of non-negative token ids")}
+        for name, (ok, expected) in checks.items():
+            if not ok:
+                raise ValueError(f"sampling {name} is {getattr(self, name)!r}; it must be {expected}")
+
+
+class Draw(struct.PyTreeNode):
+    """Sampled tokens and their probabilities.
+
+    Attributes:
+      token: ``[B] int32``, always inside the vocabulary.
+      logprob: ``[B] float32`` under the tempered, full softmax (temperature 1 for greedy).
+      behavior_logprob: ``[B] float32`` under the distribution really sampled from: tempered, truncated, renormalised.
+        For greedy, a point mass, it is 0.
+      entropy: ``[B] float32`` of the tempered, full softmax in nats, or None.
+      finite: ``[B] bool`` False where the logits held a NaN or +inf or nothing but -inf; the row's other values are
+        then 0.
+    """
+
+    token: Array
+    logprob: Array
+    behavior_logprob: Array
+    entropy: Any
+    finite: Array
+
+
+def sample(logits: Array, u: Array, params: SamplingParams) -> Draw:
+    """Draws one token per row.
+
+    Args:
+      logits: ``[B, V]`` of the next token.
+      u: ``[B] float32`` in [0, 1); ignored for greedy.
+      params: see :class:`SamplingParams`; static.
+    """
+    V = logits.shape[1]
+    z = logits.astype(jnp.float32)
+    if params.temperature not in (0, 1):
+        z = z / params.temperature
+    peak = jnp.max(z, axis=-1)
+    total = jnp.sum(block_sums(z, peak), axis=-1)
+    finite = jnp.isfinite(peak) & jnp.isfinite(total)
+    if params.temperature == 0:
+        token = jnp.argmax(z, axis=-1).astype(jnp.int32)
+        behavior = jnp.zeros_like(peak)
+    elif 0 < params.top_k < V:
+        token, behavior = _draw_top_k(z, u, min(params.top_k, V), params.top_p)
+    elif params.top_p < 1:
+        kept = jnp.where(top_p_mask(z, peak, params.top_p), z, -jnp.inf)
+        token, kept_total = inverse_cdf(kept, peak, u)
+        behavior = _at(z, token) - peak - jnp.log(kept_total)
+    else:
+        token, _ = inverse_cdf(z, peak, u)
+        behavior = None
+    logprob = _at(z, token) - peak - jnp.log(total)
+    clean = lambda x: jnp.where(finite, x, 0)  # noqa: E731
+    entropy = clean(_entropy(z, peak, total)) if params.record_entropy else None
+    return Draw(token=clean(token), logprob=clean(logprob), entropy=entropy, finite=finite,
+                behavior_logprob=clean(logprob if behavior is None else behavior))
+
+
+def _at(z: Array, token: Array) -> Array:
+    return jnp.take_along_axis(z, token[:, None], axis=-1, mode="clip")[:, 0]
+
+
+def _entropy(z: Array, peak: Array, total: Array) -> Array:
+    shifted = z - peak[:, None]
+    # exp(-inf) * -inf is NaN; a token of probability 0 adds nothing.
+    mean = jnp.sum(jnp.exp(shifted) * jnp.maximum(shifted, -1e9), axis=-1) / total
+    return jnp.log(total) - mean
+
+
+def block_sums(z: Array, peak: Array) -> Array:
+    """``[B, V], [B] -> [B, ceil(V / BLOCK)]``: sums of ``exp(z - peak)``; a ragged tail is a block of its own."""
+    B, V = z.shape
+    whole = V // BLOCK * BLOCK
+    e = lambda x: jnp.exp(x - peak[:, None, None])  # noqa: E731
+    sums = [jnp.sum(e(z[:, :whole].reshape(B, -1, BLOCK)), axis=-1)] if whole else []
+    if whole < V:
+        sums.append(jnp.sum(e(z[:, None, whole:]), axis=-1))
+    return jnp.concatenate(sums, axis=-1) if len(sums) > 1 else sums[0]
+
+
+def _first(found: Array, weight: Array) -> Array:
+    """Index of the first True where the weight is positive, else of the last positive weight."""
+    positive = weight > 0
+    found &= positive
+    last = weight.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(found, axis=-1), jnp.argmax(found, axis=-1), last)
+
+
+def _search(weight: Array, target: Array) -> tuple[Array, Array]:
+    """``[B, n] weights >= 0, [B] targets`` -> (index, weight before it).
+
+    The index is the first whose running sum exceeds the target. A parallel running sum need not be monotone in its
+    last bit and a target may reach the total, so entries of weight 0 are excluded by name and not by arithmetic.
+    """
+    running = jnp.cumsum(weight, axis=-1)
+    i = _first(running > target[:, None], weight)
+    before = jnp.where(i == 0, 0.0, jnp.take_along_axis(running, jnp.maximum(i - 1, 0)[:, None], axis=-1)[:, 0])
+    return i, before
+
+
+def inverse_cdf(z: Array, peak: Array, u: Array) -> tuple[Array, Array]:
+    """Draws index i with probability proportional to ``exp(z[:, i])`` by a search in two levels.
+
+    Args:
+      z: ``[B, V]`` log weights; -inf = never drawn.
+      peak: ``[B]`` at least the row's maximum, for scale.
+      u: ``[B]`` in [0, 1].
+
+    Returns:
+      ``[B] int32`` index of an entry of positive weight, and ``[B] float32`` sum of ``exp(z - peak)``.
+    """
+    V = z.shape[1]
+    sums = block_sums(z, peak)
+    total = jnp.sum(sums, axis=-1)
+    block, before = _search(sums, u * total)
+    ids = block[:, None] * BLOCK + jnp.arange(BLOCK)
+    weight = jnp.exp(jnp.take_along_axis(z, ids, axis=-1, mode="clip") - peak[:, None])
+    offset, _ = _search(jnp.where(ids < V, weight, 0.0), u * total - before)
+    return jnp.minimum(block * BLOCK + offset, V - 1).astype(jnp.int32), total
+
+
+def _draw_top_k(z: Array, u: Array, k: int, top_p: float) -> tuple[Array, Array]:
+    """Top-k, then top-p, entirely within the k sorted candidates: ``-> (token[B], behavior_logprob[B])``."""
+    value, index = jax.lax.top_k(z, k)
+    weight = jnp.exp(value - value[:, :1])
+    if top_p < 1:
+        running = jnp.cumsum(weight, axis=-1)
+        keep = running - weight < top_p * running[:, -1:]
+        weight = jnp.where(keep.at[:, 0].set(True), weight, 0.0)
+    total = jnp.sum(weight, axis=-1)
+    i, _ = _search(weight, u * total)
+    token = jnp.take_along_axis(index, i[:, None], axis=-1)[:, 0]
+    return token.astype(jnp.int32), jnp.log(jnp.take_along_axis(weight, i[:, None], axis=-1)[:, 0] / total)
+
+
+def top_p_mask(z: Array, peak: Array, top_p: float) -> Array:
+    """``[B, V], [B] -> [B, V] bool``: the smallest set of likeliest tokens with probability at least top_p.
+
+    The threshold is the largest weight w for which tokens of weight >= w hold that much, found exactly: positive
+    floats are ordered as their bits are, so 30 halvings of the bit pattern end at it. Each is one pass over the
+    logits; a sort of 64 rows of 49152 takes as long as several hundred. Of tokens that tie at the threshold only as
+    many are kept as are needed, lowest ids first.
+    """
+    weight = jnp.exp(z - peak[:, None])
+    mass = lambda keep: jnp.sum(jnp.sum(_blocks(jnp.where(keep, weight, 0.0)), axis=-1), axis=-1)  # noqa: E731
+    target = top_p * mass(weight > 0)
+    one = jnp.float32(1.0).view(jnp.int32)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # mass(weight >= low) >= target > mass(weight >= high)
+        middle = low + (high - low) // 2
+        enough = mass(weight >= middle.view(jnp.float32)[:, None]) >= target
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    start = jnp.zeros_like(target, jnp.int32)
+    low, _ = jax.lax.fori_loop(0, 31, halve, (start, jnp.broadcast_to(one + 1, start.shape)))
+    threshold = low.view(jnp.float32)[:, None]
+    above, tied = weight > threshold, (weight == threshold) & (weight > 0)
+    missing = target - mass(above)
+    needed = jnp.maximum(jnp.ceil(missing / jnp.maximum(threshold[:, 0], 1e-38)), 1).astype(jnp.int32)
+    some = jnp.any(jnp.sum(tied, axis=-1) > needed)
+    tied = jax.lax.cond(some, lambda: tied & (jnp.cumsum(tied, axis=-1) <= needed[:, None]), lambda: tied)
+    return above | tied
+
+
+def _blocks(x: Array) -> Array:
+    """``[B, V] -> [B, blocks, BLOCK]``, the tail filled with 0: short sums are vectorised and more exact."""
+    B, V = x.shape
+    return jnp.pad(x, ((0, 0), (0, -V % BLOCK))).reshape(B, -1, BLOCK)

@@ -1,0 +1,73 @@
+"""Which random number a sampled token sees: a function of what is sampled, never of where.
+
+The key of a row is ``fold_in`` over (seed, stream, step, prompt id, occurrence of that prompt in the step, sample
+index), and token t of its response uses ``fold_in(row key, t)``. So two steps differ, equal prompts in one step
+differ, a repeated step is identical, and neither batch order, neighbours, padding nor device count change a sample.
+Threefry is asked for by name: it gives the same bits on every backend and every mesh.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+# Keeps these keys apart from the trainer's own fold_in(seed, step) streams.
+ROLLOUT_STREAM = 0x726F6C6C
+
+
+def occurrences(prompt_id: Sequence[int] | np.ndarray) -> np.ndarray:
+    """``[N] int -> [N] int32``: how many earlier entries hold the same id (0 for the first)."""
+    seen: dict[int, int] = {}
+    out = np.zeros(len(prompt_id), np.int32)
+    for i, p in enumerate(np.asarray(prompt_id).tolist()):
+        out[i] = seen.get(p, 0)
+        seen[p] = out[i] + 1
+    return out
+
+
+def row_keys(seed: Array, step: Array, prompt_id: Array, occurrence: Array, G: int) -> Array:
+    """Keys of the ``B = N * G`` rows, row ``b`` being sample ``b % G`` of prompt ``b // G``.
+
+    Args:
+      seed: ``[2] uint32`` low and high half of the run's seed (see :func:`split_seed`).
+      step: ``[] int32`` trainer step.
+      prompt_id, occurrence: ``[N] int32``.
+      G: samples per prompt.
+
+    Returns:
+      ``[B]`` typed threefry keys.
+    """
+    base = jax.random.key(seed[0], impl="threefry2x32")
+    for value in (seed[1], jnp.uint32(ROLLOUT_STREAM), step):
+        base = jax.random.fold_in(base, value)
+    fold = jax.vmap(jax.random.fold_in)
+    prompt = fold(jax.vmap(lambda p: jax.random.fold_in(base, p))(prompt_id), occurrence)
+    sample = jax.vmap(lambda k: jax.vmap(lambda g: jax.random.fold_in(k, g))(jnp.arange(G)))(prompt)
+    return sample.reshape(-1)
+
+
+def split_seed(seed: int) -> np.ndarray:
+    """A seed of up to 64 bits as ``[2] uint32``, so that a seed is traced and no new one compiles again.
+
+    Raises:
+      ValueError: the seed is negative or does not fit.
+    """
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed {seed} is outside 0..2**64-1; choose a non-negative seed")
+    return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+
+
+def uniforms(keys: Array, tokens: int) -> Array:
+    """``[B] keys -> [B, tokens] float32`` in [0, 1): one number per token of every row.
+
+    All of a row's numbers are made before decoding: as one fused operation they cost next to nothing, inside the
+    loop they would be a hundred tiny ones. 24 bits each, all that a float32 below 1 holds evenly.
+    """
+    def one(key: Array, t: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(key, t), (), jnp.uint32)
+
+    bits = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, jnp.arange(tokens))
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
