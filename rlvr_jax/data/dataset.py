@@ -1,0 +1,217 @@
+"""Config to dataset: training stream, evaluation rows, what was dropped and why."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlvr_jax.config import Config, Domain
+from rlvr_jax.data import mixture, sources, tasks
+from rlvr_jax.data.mixture import Encoder, Source, State, Stream, Tokenizer
+from rlvr_jax.data.prompts import BrokenRow, Schema, Template
+from rlvr_jax.data.rows import DataError, Example, Message, Notes, Row, digest, held_out, normalise
+
+_PROBED = 100  # records that decide which columns there are
+_NAMED = 5  # broken rows named one by one in the warnings
+_EVAL_SEED = "evaluation"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """
+    Attributes:
+      names: domains in the order of the config.
+      train: the endless training stream.
+      eval: evaluation rows per domain, the same for every seed.
+      notes: counts and warnings per domain, from reading the data.
+      fingerprint: hash of the content per domain.
+      weights: ``[domains]`` the config's weights, sum 1.
+    """
+
+    names: tuple[str, ...]
+    train: Stream
+    eval: dict[str, tuple[Row, ...]]
+    notes: dict[str, Notes]
+    fingerprint: dict[str, str]
+    weights: np.ndarray
+
+    def counters(self, state: State) -> dict[str, dict[str, int]]:
+        """Per domain: rows_read, rows_broken, rows_held_out, rows_repeated, overlap_dropped, prompts_too_long, ..."""
+        return {name: {"rows_read": 0, "rows_broken": 0, "overlap_dropped": 0, **self.notes[name].counts,
+                       "prompts_too_long": state["prompts_too_long"][name]} for name in self.names}
+
+    @property
+    def warnings(self) -> list[str]:
+        return [w for name in self.names for w in self.notes[name].warnings]
+
+
+def build(config: Config, tokenizer: Tokenizer | None) -> Dataset:
+    """Reads all sources and splits them.
+
+    Args:
+      tokenizer: None when only text is wanted (training a tokenizer): rows then have no ids and no length limit.
+
+    Raises:
+      DataError: one line for a missing, empty or unreadable file, a wrong column, a wrong template, a wrong task.
+    """
+    data = config.data
+    encode = Encoder(tokenizer, config.model.template_args, data.max_prompt_length, data.overlong_prompt)
+    notes = {name: Notes() for name in data.domains}
+    train: dict[str, list[Example] | None] = {}
+    held: dict[str, list[Example]] = {}
+    for name, domain in data.domains.items():
+        train[name], held[name] = _split(name, domain, config, notes[name])
+    # Against every domain's evaluation: one domain's training file may hold another's test questions.
+    forbidden = {e.key for examples in held.values() for e in examples}
+    out, fingerprint, evaluation = [], {}, {}
+    for index, (name, domain) in enumerate(data.domains.items()):
+        examples = train[name]
+        if examples is None:
+            source, fingerprint[name] = _task_source(index, name, domain, config, forbidden)
+        else:
+            examples = _without_overlap(name, examples, forbidden, notes[name])
+            order = mixture.shuffled(examples, config.seed, name)
+            source = Source(index, name, order, lambda e: False, len(examples))
+            fingerprint[name] = _fingerprint([*examples, *(order[i] for i in range(min(8, len(examples))))])
+        out.append(source)
+        evaluation[name] = _eval_rows(index, name, held[name], config.eval.prompts_per_domain, encode, notes[name])
+    weights = np.asarray([d.weight for d in data.domains.values()], np.float64)
+    return Dataset(tuple(data.domains), Stream(out, encode, fingerprint), evaluation, notes, fingerprint, weights / weights.sum())
+
+
+def pairs(dataset: Dataset, state: State, n: int) -> tuple[list[tuple[list[Message], str]], State]:
+    """The next n (messages, response) pairs for supervised training: worked solutions, or a file's response column.
+
+    Raises:
+      DataError: a row has no response.
+    """
+    rows, state = dataset.train.take(state, n, dataset.weights)
+    for row in rows:
+        if row.solution is None:
+            raise DataError(f"domain '{row.domain_name}' has no responses to imitate; set data.domains.{row.domain_name}.columns.response, or use a generated task")
+    return [(row.messages, str(row.solution)) for row in rows], state
+
+
+def _split(name: str, domain: Domain, config: Config, notes: Notes) -> tuple[list[Example] | None, list[Example]]:
+    """(training examples or None for a generated task, all evaluation examples in a seed-independent order)."""
+    data = config.data
+    if domain.task is not None:
+        if domain.eval_path is not None:
+            raise DataError(f"data.domains.{name}: 'eval_path' goes with 'path'; a generated task evaluates on problems of its own")
+        return None, _task_eval(name, domain, config, notes)
+    examples = _load(name, domain, str(domain.path), config, notes)
+    repeated = len(examples) - len({e.key for e in examples})
+    if repeated:
+        notes.add("rows_repeated", repeated)
+    if domain.eval_path is not None:
+        return examples, _by_hash(_load(name, domain, domain.eval_path, config, notes, "eval_"))
+    held = [e for e in examples if held_out(e.key, data.holdout)]
+    notes.add("rows_held_out", len(held))
+    return [e for e in examples if not held_out(e.key, data.holdout)], _by_hash(held)
+
+
+def _by_hash(examples: Iterable[Example]) -> list[Example]:
+    """Distinct examples in the order of a hash: a prefix is a fair sample even of a sorted file."""
+    return sorted({e.key: e for e in examples}.values(), key=lambda e: digest("evaluation", e.key))
+
+
+def _load(name: str, domain: Domain, path: str, config: Config, notes: Notes, prefix: str = "") -> list[Example]:
+    """Examples of one file; broken rows are reported by file and line, then skipped or refused."""
+    path = sources.resolve(path, config.data.root)
+    records = sources.read(path, domain.split)
+    schema = Schema(name, domain, [r.value for r in records if r.value is not None][:_PROBED], path, config.model.system_prompt)
+    examples, faults = [], []
+    for record in records:
+        try:
+            if record.value is None:
+                raise BrokenRow(record.fault)
+            examples.append(schema.example(record.value))
+        except BrokenRow as e:
+            faults.append(f"{path}:{record.line}: {e}")
+            if config.data.broken_row == "refuse":
+                raise DataError(f"{faults[0]} (data.broken_row=skip goes on without such rows)") from None
+    notes.add(f"{prefix}rows_read", len(records))
+    notes.add(f"{prefix}rows_broken", len(faults))
+    if not examples:
+        raise DataError(f"data file '{path}': all {len(records)} rows are broken, the first: {faults[0]}")
+    notes.warnings += [f"broken row skipped: {f}" for f in faults[:_NAMED]]
+    if len(faults) > _NAMED:
+        notes.warnings.append(f"{path}: {len(faults)} of {len(records)} rows are broken and were skipped")
+    return examples
+
+
+def _without_overlap(name: str, examples: list[Example], forbidden: set[str], notes: Notes) -> list[Example]:
+    kept = [e for e in examples if e.key not in forbidden]
+    dropped = len(examples) - len(kept)
+    notes.add("overlap_dropped", dropped)
+    if dropped:
+        notes.warnings.append(f"domain '{name}': {dropped} training rows are also evaluation prompts and were dropped")
+    if not kept:
+        raise DataError(f"domain '{name}': no training row is left after the evaluation rows were taken out; lower data.holdout or give another eval_path")
+    return kept
+
+
+def _task_example(domain: Domain, template: Template, seed: str, index: int, system_prompt: str | None) -> Example:
+    problem = tasks.generate(str(domain.task), seed, index, domain.task_args)
+    try:
+        prompt = template.render({**problem.fields, "prompt": problem.prompt})
+    except BrokenRow as e:
+        raise DataError(f"task {domain.task}: {e}; its fields are prompt, {', '.join(problem.fields)}") from None
+    messages: list[Message] = [{"role": "user", "content": prompt}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return Example(normalise(problem.prompt), prompt, messages, problem.answer, {**problem.fields, **domain.verifier_args},
+                   domain.verifier or problem.verifier, problem.solution)
+
+
+def _task_source(index: int, name: str, domain: Domain, config: Config, forbidden: set[str]) -> tuple[Source, str]:
+    template = Template.parse(domain.template, f"data.domains.{name}")
+    seed = f"{config.seed}/{name}"
+    order = mixture.endless(lambda i: _task_example(domain, template, seed, int(i), config.model.system_prompt))
+    share = config.data.holdout
+    source = Source(index, name, order, lambda e: held_out(e.key, share) or e.key in forbidden, None)
+    return source, _fingerprint([order[i] for i in range(8)], str(share))
+
+
+def _task_eval(name: str, domain: Domain, config: Config, notes: Notes) -> list[Example]:
+    """Distinct held-out problems of a stream of its own: the same for every training seed."""
+    template = Template.parse(domain.template, f"data.domains.{name}")
+    wanted, found = config.eval.prompts_per_domain, dict[str, Example]()
+    budget = 100 + 50 * int(wanted / config.data.holdout)
+    for index in range(budget):
+        if len(found) >= wanted:
+            break
+        example = _task_example(domain, template, _EVAL_SEED, index, config.model.system_prompt)
+        if held_out(example.key, config.data.holdout):
+            found.setdefault(example.key, example)
+    return list(found.values())
+
+
+def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int, encode: Encoder, notes: Notes) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for example in examples:
+        if len(rows) == wanted:
+            break
+        ids = encode(example)
+        if ids is None:
+            notes.add("eval_prompts_too_long")
+        else:
+            rows.append(mixture.make_row(index, name, example, ids))
+    notes.counts["eval_rows"] = len(rows)
+    if len(rows) < wanted:
+        notes.warnings.append(f"domain '{name}': {len(rows)} evaluation prompts, {wanted} were wanted (eval.prompts_per_domain); raise data.holdout or data.max_prompt_length, or give an eval_path")
+    return tuple(rows)
+
+
+def _fingerprint(examples: Iterable[Example], *more: str) -> str:
+    """Content and order: a changed file, template, seed or task changes it; the path does not."""
+    h = hashlib.sha256()
+    for part in more:
+        h.update(part.encode())
+    for e in examples:
+        content: list[Any] = [e.key, e.messages, e.answer, e.fields, e.verifier, e.solution]
+        h.update(json.dumps(content, sort_keys=True, default=repr).encode())
+    return h.hexdigest()[:32]

@@ -1,0 +1,165 @@
+"""The stream of training prompts: per-domain orders through grain, joined by proportions.
+
+A domain's order depends on (seed, domain name) alone. Orders are read by index, never by consuming an iterator, so
+the state of the stream is a position per domain, and every process computes the same global order.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grain.python as grain
+import numpy as np
+
+from rlvr_jax.data.rows import DataError, Example, Row, digest, prompt_id
+from rlvr_jax.strategies.mix import largest_remainder
+
+State = dict[str, Any]
+VERSION = 1
+ENDLESS = 2**31 - 1  # indices of a generated task
+_PATIENCE = 10_000  # positions of a generated task skipped in a row before giving up
+
+
+class Tokenizer(Protocol):
+    def encode_chat(self, messages: list[dict[str, Any]], template_args: dict[str, Any]) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Messages to prompt ids within the limit. Without a tokenizer, rows carry no ids and have no limit."""
+
+    tokenizer: Tokenizer | None
+    template_args: dict[str, Any]
+    max_length: int
+    overlong: str
+
+    def __call__(self, example: Example) -> tuple[int, ...] | None:
+        """None for a prompt longer than the limit when those are dropped."""
+        if self.tokenizer is None:
+            return ()
+        ids = self.tokenizer.encode_chat(example.messages, self.template_args)
+        if len(ids) <= self.max_length:
+            return tuple(ids)
+        if self.overlong == "drop":
+            return None
+        # Cut from the left: the question and the generation prompt are at the end. A BOS stays first.
+        bos = getattr(self.tokenizer, "bos_id", None)
+        head = ids[:1] if bos is not None and ids[0] == bos and self.max_length > 1 else []
+        return tuple(head + ids[len(ids) - self.max_length + len(head):])
+
+
+@dataclass(frozen=True)
+class Source:
+    """One domain's training examples.
+
+    Attributes:
+      order: position -> Example; reads as long as the training lasts.
+      skip: True for an example that is not for training (held out).
+      size: number of examples, None for a generated task.
+    """
+
+    index: int
+    name: str
+    order: grain.MapDataset
+    skip: Callable[[Example], bool]
+    size: int | None
+
+
+def shuffled(examples: Sequence[Example], seed: int, name: str) -> grain.MapDataset:
+    """All examples once per epoch, each epoch in an order of its own."""
+    return grain.MapDataset.source(examples).seed(digest("order", str(seed), name) % 2**32).shuffle().repeat()
+
+
+def endless(make: Callable[[int], Example]) -> grain.MapDataset:
+    """A generated task: position i is problem i. Problems are already random, so nothing is shuffled."""
+    return grain.MapDataset.range(ENDLESS).map(make)
+
+
+def interleave(counts: Sequence[int]) -> list[int]:
+    """Domain of each slot of a batch, every domain spread evenly, so that mini-batches are mixed like the batch."""
+    slots = [((k + 0.5) / c, d) for d, c in enumerate(counts) for k in range(c)]
+    return [d for _, d in sorted(slots)]
+
+
+class Stream:
+    """``init() -> state``; ``take(state, n, proportions) -> (rows, state)``: pure, the state is small and JSON-able.
+
+    State: ``position`` and ``prompts_too_long`` per domain, ``carry`` (rounding still owed per domain), and the
+    ``fingerprint`` of the data it belongs to.
+    """
+
+    def __init__(self, sources: Sequence[Source], encode: Encoder, fingerprint: Mapping[str, str]):
+        self.sources, self.encode, self.fingerprint = tuple(sources), encode, dict(fingerprint)
+
+    def init(self) -> State:
+        names = [s.name for s in self.sources]
+        return {"version": VERSION, "fingerprint": dict(self.fingerprint), "position": dict.fromkeys(names, 0),
+                "carry": dict.fromkeys(names, 0.0), "prompts_too_long": dict.fromkeys(names, 0)}
+
+    def take(self, state: State, n: int, proportions: Sequence[float] | np.ndarray) -> tuple[list[Row], State]:
+        """The next n prompts.
+
+        Args:
+          proportions: ``[domains]``, sum 1, in the order of the config.
+
+        Returns:
+          (n rows with domains spread evenly, the next state; the given one is unchanged).
+
+        Raises:
+          DataError: a domain has no usable prompt left to give.
+        """
+        names = [s.name for s in self.sources]
+        if len(proportions) != len(names):
+            raise DataError(f"expected one proportion for each of the {len(names)} domains, found {len(proportions)}")
+        counts, carry = largest_remainder(proportions, n, [state["carry"][name] for name in names])
+        new: State = {**state, "position": dict(state["position"]), "prompts_too_long": dict(state["prompts_too_long"]),
+                      "carry": dict(zip(names, map(float, carry)))}
+        drawn = []
+        for source, count in zip(self.sources, counts):
+            rows, position, too_long = self._draw(source, state["position"][source.name], int(count))
+            drawn.append(iter(rows))
+            new["position"][source.name] = position
+            new["prompts_too_long"][source.name] += too_long
+        return [next(drawn[d]) for d in interleave(counts.tolist())], new
+
+    def _draw(self, source: Source, position: int, count: int) -> tuple[list[Row], int, int]:
+        """(rows, next position, prompts dropped for their length)."""
+        rows: list[Row] = []
+        too_long = barren = 0
+        while len(rows) < count:
+            if barren > (source.size or _PATIENCE):
+                raise DataError(f"domain '{source.name}': {barren} examples in a row are held out or longer than data.max_prompt_length={self.encode.max_length} tokens; raise the limit, truncate (data.overlong_prompt) or widen the task")
+            example = source.order[position]
+            position += 1
+            ids = None if source.skip(example) else self.encode(example)
+            if ids is None:
+                too_long += not source.skip(example)
+                barren += 1
+                continue
+            barren = 0
+            rows.append(make_row(source.index, source.name, example, ids))
+        return rows, position, too_long
+
+    def restore(self, state: Any) -> State:
+        """Checks a saved state against this data and returns it.
+
+        Raises:
+          DataError: no state, a damaged one, or one of other data (changed file, seed, domains or task arguments).
+            Starting again at prompt 0 would repeat data, so nothing is guessed.
+        """
+        wanted = self.init()
+        if not isinstance(state, Mapping) or set(state) != set(wanted) or state["version"] != VERSION:
+            raise DataError(f"the saved data state cannot be read (found {str(state)[:80]!r}); restore the checkpoint or start a new run folder")
+        for name, value in wanted["fingerprint"].items():
+            if state["fingerprint"].get(name) != value:
+                raise DataError(f"domain '{name}' is not the data this run was started with (file, seed, template, hold-out or task changed); restore it or start a new run folder")
+        for field, kind in (("position", int), ("carry", float), ("prompts_too_long", int)):
+            if set(state[field]) != set(wanted[field]) or not all(isinstance(v, kind) for v in state[field].values()):
+                raise DataError(f"the saved data state is damaged: '{field}' is {str(state[field])[:80]}; restore the checkpoint or start a new run folder")
+        return json.loads(json.dumps(state))
+
+
+def make_row(index: int, name: str, example: Example, ids: tuple[int, ...]) -> Row:
+    return Row(index, name, prompt_id(name, example.prompt), example.messages, example.prompt, example.answer,
+               example.fields, example.verifier, example.solution, ids)
