@@ -104,7 +104,9 @@ class Pool(Strict):
     cpu_seconds: float = pydantic.Field(5.0, gt=0)
     """CPU time one verdict may take; counted in the worker, so a busy machine changes no verdict."""
     wall_seconds: float = pydantic.Field(60.0, gt=0)
-    """Bound for a verifier that sleeps."""
+    """Bound for a verifier that sleeps: time in which its worker does not want a core."""
+    memory_mb: int = pydantic.Field(4096, ge=0)
+    """Address space of a worker; 0 = no limit (a verifier that imports jax or torch needs more than 4096)."""
 
 
 class Algorithm(Strict):

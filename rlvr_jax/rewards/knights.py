@@ -1,0 +1,87 @@
+"""Knights and knaves: who is what? Every person must be named, and the last statement about each decides."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlvr_jax.rewards import extract
+from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
+
+PAIRS = (("knight", "knave"), ("sage", "fool"), ("saint", "sinner"), ("angel", "devil"), ("hero", "villain"),
+         ("altruist", "egoist"), ("pioneer", "laggard"), ("truth-teller", "liar"), ("truthteller", "liar"))
+MAX_PEOPLE = 50
+
+_ROLE = "|".join(sorted({r for p in PAIRS for r in p}, key=len, reverse=True))
+_GOLD = re.compile(rf"([^\W\d_][\w'-]*)\s*(?:\bis\b|:|=|-)?\s*(?:\b(?:a|an|the)\b)?\s*\b({_ROLE})\b", re.IGNORECASE)
+_HYPOTHESIS = re.compile(r"\b(?:if|suppose|assume|assuming|supposing|whether)\b[^.;\n]*", re.IGNORECASE)
+
+
+def verify(text: str, answer: Any, *, names: Iterable[str] | None = None, **_: Any) -> Verdict:
+    """Compares the roles a response gives to all people with the solution.
+
+    Args:
+      text: the response; its last answer tag or box if there is one, else all of it. "A is a knight", "A: knave",
+        "A is not a knave", "A and B are knights" are read; clauses with if, suppose, assume are not statements.
+      answer: the solution as text ("Oliver is a knight, and Ethan is a knave."), as a mapping from name to role (or to
+        True for the truthful role), or as a list of roles or booleans in the order of ``names``.
+      names: people; needed for lists only.
+
+    Returns:
+      ok when every person has the right role; wrong when one is missing, wrong, or called both in one sentence;
+      unknown when the solution cannot be read.
+    """
+    gold = solution(answer, names)
+    if not gold:
+        return unknown(f"knights: no roles in the solution {answer!r}")
+    region = extract.final_region(text)
+    if region is None:
+        return wrong("the final answer is empty or unterminated")
+    said = statements(_HYPOTHESIS.sub(" ", region[0]), list(gold), set(gold.values()))
+    for name, role in gold.items():
+        if said.get(name) != role:
+            return wrong(f"{name}: {said.get(name) or 'not stated'}, solution {role}")
+    return ok("; ".join(f"{n} {r}" for n, r in gold.items()))
+
+
+def solution(answer: Any, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Lower-case name -> lower-case role of a solution in any form; empty if it cannot be read."""
+    people = [str(n).lower() for n in names] if names is not None else []
+    if isinstance(answer, str):
+        found: dict[str, str] = {}
+        for name, role in _GOLD.findall(answer):
+            if found.setdefault(name.lower(), role.lower()) != role.lower():
+                return {}
+        return found if not people or set(people) == set(found) else {}
+    if isinstance(answer, Mapping):
+        return _roles([str(n).lower() for n in answer], list(answer.values()))
+    if isinstance(answer, Iterable) and people:
+        return _roles(people, list(answer))
+    return {}
+
+
+def _roles(people: list[str], values: list[Any]) -> dict[str, str]:
+    known = {r for p in PAIRS for r in p}
+    roles = [str(v).lower() if isinstance(v, str) else PAIRS[0][0 if v else 1] for v in values]
+    fits = len(people) == len(roles) <= MAX_PEOPLE and len(set(people)) == len(people) and set(roles) <= known
+    return dict(zip(people, roles)) if fits else {}
+
+
+def statements(text: str, people: list[str], used: set[str]) -> dict[str, str]:
+    """Name -> role by the last statement; 'both' where one sentence calls a person two things."""
+    pair = next(p for p in PAIRS if used & set(p))
+    other = {pair[0]: pair[1], pair[1]: pair[0]}
+    name = "|".join(sorted(map(re.escape, people), key=len, reverse=True))
+    group = rf"(?:both\s+)?\b(?:{name})\b(?:\W{{1,6}}(?:and\W{{1,4}})?\b(?:{name})\b)*"
+    role = "|".join(re.escape(r) for r in other)
+    link = r"[\s*_\"'`)]{0,8}(?:\b(?:is|are|was|were|must\s+be|has\s+to\s+be)\b|:|=+>?|[-–—]+>?|→)?[\s*_\"'`]{0,8}"
+    adverbs = r"(?:(?:both|all|indeed|therefore|definitely|also|actually|thus|either|certainly)\s+)*"
+    claim = re.compile(rf"({group}){link}{adverbs}(not\s+|n't\s+)?(?:(?:a|an|the)\s+)?[\s*_\"'`(]{{0,8}}\b({role})s?\b", re.IGNORECASE)
+    said: dict[str, str] = {}
+    for sentence in re.split(r"[.;\n]", text):
+        here: dict[str, str] = {}
+        for who, negated, what in claim.findall(sentence):
+            meant = other[what.lower()] if negated else what.lower()
+            for person in re.findall(rf"\b(?:{name})\b", who.lower()):
+                here[person] = meant if here.get(person, meant) == meant else "both"
+        said.update(here)
+    return said

@@ -1,0 +1,135 @@
+"""The worker process of the pool: reads pickled jobs from a socket, answers with JSON lines.
+
+Runs as its own program, so the user's ``__main__`` is not imported again and no thread of jax is forked. The answers are
+JSON, never pickles: what a verifier did to this process must not be able to run code in the trainer.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import Any
+
+from rlvr_jax.rewards import registry
+from rlvr_jax.rewards.verdict import Verdict, unknown
+
+HEADER = struct.Struct("!I")
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int, parent: int, memory_mb: int, cpu_seconds: float) -> None:
+    """Serves jobs on the socket ``fd`` until it closes or ``parent`` is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    os.set_inheritable(fd, False)
+    connection = socket.socket(fileno=fd)
+    _warm_up()
+    _limit_memory(memory_mb)
+    _silence()
+    me = os.getpid()
+    _send(connection, {"ready": True})
+    while (job := _receive(connection)) is not None:
+        number, verifier, text, answer, fields = job
+        verdict, fatal = _judge(connection, number, verifier, text, answer, fields, cpu_seconds)
+        if os.getpid() != me:
+            os._exit(0)  # a verifier forked and this is its child
+        _send(connection, {"job": number, "fatal": fatal, "error": verdict.detail.startswith("verifier raised"),
+                           "verdict": [verdict.reward, verdict.status, verdict.detail]})
+        if fatal:
+            os._exit(1)
+
+
+def _judge(connection: socket.socket, number: int, verifier: str, text: str, answer: Any, fields: dict[str, Any],
+           cpu_seconds: float) -> tuple[Verdict, bool]:
+    """One verdict; ``fatal`` when this process can no longer be trusted (no memory, exit requested)."""
+    try:
+        function = registry.resolve(verifier)
+        # Import time is not the row's: the parent starts its clocks at this message.
+        _send(connection, {"started": number})
+        _limit_cpu(cpu_seconds)
+        return registry.call(function, text, answer, fields), False
+    except MemoryError:
+        return unknown("out of memory"), True
+    except Exception as e:
+        return unknown(f"verifier raised {type(e).__name__}: {e}"), False
+    except BaseException as e:
+        return unknown(f"verifier raised {type(e).__name__}"), True
+    finally:
+        # A leftover alarm of this row must not hit the next one.
+        with contextlib.suppress(ValueError, OSError):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> Any:
+    head = _exactly(connection, HEADER.size)
+    body = None if head is None else _exactly(connection, HEADER.unpack(head)[0])
+    return None if body is None else pickle.loads(body)
+
+
+def _exactly(connection: socket.socket, n: int) -> bytes | None:
+    parts = []
+    while n:
+        part = connection.recv(min(n, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        n -= len(part)
+    return b"".join(parts)
+
+
+def _die_with(parent: int) -> None:
+    """No orphan: the kernel's death signal on Linux, and a watching thread elsewhere."""
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _warm_up() -> None:
+    """Import what most rows need, once, before the first row's clock runs."""
+    from rlvr_jax.rewards import math
+    math.warm_up()
+
+
+def _limit_memory(memory_mb: int) -> None:
+    if memory_mb > 0:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_cpu(cpu_seconds: float) -> None:
+    """The kernel's own deadline, well behind the parent's: for a machine where the parent cannot read CPU times."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + 2 * cpu_seconds) + 2
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+
+
+def _silence() -> None:
+    """What verifiers print goes nowhere; the protocol has its own socket."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
