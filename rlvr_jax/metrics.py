@@ -64,7 +64,7 @@ def write_environment(run_dir: str | os.PathLike[str], command: Sequence[str], *
 
 
 class Writer:
-    """Appends the records of a run to ``metrics.jsonl``, ``samples.jsonl`` and ``tensorboard/`` in its folder.
+    """Appends the records of a run to ``metrics.jsonl``, ``samples.jsonl``, ``prompts.jsonl`` and ``tensorboard/`` in its folder.
 
     Each :meth:`write` is one line ``{"step": int, name: number | null, ...}``, on disk when the call returns, so a kill
     loses nothing that was written. A value that is not finite is null there, is left out of TensorBoard, and is counted
@@ -85,7 +85,7 @@ class Writer:
             return
         last = -1 if resume_step is None else resume_step
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "prompts.jsonl"):
             self._guard(keep_until, self.run_dir / name, last)
             self._files[name] = Appender(self.run_dir / name)
         for record in read_records(self.run_dir / "metrics.jsonl"):
@@ -109,6 +109,11 @@ class Writer:
         if self.enabled:
             lines = [line({"step": int(step), **finite(row)[0]}) for row in rows]
             self._append("samples.jsonl", b"".join(lines))
+
+    def write_prompts(self, step: int, prompt_ids: Iterable[int]) -> None:
+        """The prompt ids of a step in order: what a resumed or a paired run must repeat exactly."""
+        if self.enabled:
+            self._append("prompts.jsonl", line({"step": int(step), "prompt_ids": [int(i) for i in prompt_ids]}))
 
     def close(self) -> None:
         for file in self._files.values():

@@ -1,0 +1,100 @@
+"""One Orbax checkpoint holds all that a run needs to go on exactly where it stopped.
+
+Items: ``state`` (parameters, optimizer, strategy state, step: device arrays, written sharded), ``host`` (numpy
+buffers: replay), ``record`` (JSON: data position, counters, evaluations, resolved config). Writes go to a temporary
+folder that is renamed when whole, so a run that is killed while saving finds its previous checkpoint.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Checkpoints of one run folder: the newest ``max_to_keep`` and, beside them, the best by evaluation."""
+
+    def __init__(self, run_dir: str | Path, max_to_keep: int, read_only: bool = False):
+        self.folder = Path(run_dir).absolute() / "checkpoints"
+        best = keep.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(max_to_keep), best]),
+            cleanup_tmp_directories=not read_only, enable_async_checkpointing=not read_only, read_only=read_only, create=not read_only)
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def save(self, step: int, state: Any, host: Mapping[str, Any], record: Mapping[str, Any], accuracy: float | None) -> None:
+        """Starts an asynchronous save. An error of the previous one is raised here.
+
+        ``accuracy`` (mean over domains, or None when this step was not evaluated) decides which checkpoint is best.
+        """
+        if step in self.manager.all_steps():
+            return
+        items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(dict(record))}
+        if host:
+            items["host"] = ocp.args.StandardSave(dict(host))
+        self.manager.save(step, args=ocp.args.Composite(**items), metrics=None if accuracy is None else {"accuracy": accuracy})
+
+    def restore(self, abstract_state: Any, host: Mapping[str, Any], step: int | None = None) -> tuple[Any, dict[str, Any], dict[str, Any]] | None:
+        """``(state, host, record)`` of the newest whole checkpoint (or of ``step``), or None when there is none.
+
+        ``abstract_state`` gives shapes and shardings, so a checkpoint restores onto another mesh. A checkpoint that
+        cannot be read is reported and the one before it is taken.
+
+        Raises:
+          RuntimeError: there are checkpoints and none can be read.
+        """
+        steps = sorted(self.manager.all_steps(), reverse=True) if step is None else [step]
+        for s in steps:
+            try:
+                items = {"state": ocp.args.StandardRestore(abstract_state), "record": ocp.args.JsonRestore()}
+                if host:
+                    items["host"] = ocp.args.StandardRestore({k: _like(v) for k, v in host.items()})
+                got = self.manager.restore(s, args=ocp.args.Composite(**items))
+                return got["state"], dict(got["host"]) if host else {}, got["record"]
+            except Exception as e:
+                log.warning("checkpoint %s cannot be read (%s: %s); trying the one before it", self.folder / str(s), type(e).__name__, str(e).split("\n")[0][:200])
+        if steps:
+            raise RuntimeError(f"none of the checkpoints {steps} in {self.folder} can be read; move the folder away to start afresh")
+        return None
+
+    def record(self) -> dict[str, Any] | None:
+        """The JSON record of the newest readable checkpoint, without reading any array."""
+        for s in sorted(self.manager.all_steps(), reverse=True):
+            try:
+                return dict(self.manager.restore(s, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
+            except Exception as e:
+                log.warning("record of checkpoint %d cannot be read: %s", s, e)
+        return None
+
+    def best_step(self) -> int | None:
+        """Step of the checkpoint with the highest evaluated accuracy; the newest one if none was evaluated."""
+        scored = [(m["accuracy"], s) for s in self.manager.all_steps() if (m := self._metrics(s))]
+        return max(scored)[1] if scored else self.manager.latest_step()
+
+    def _metrics(self, step: int) -> dict[str, float] | None:
+        try:
+            return self.manager.metrics(step)
+        except (FileNotFoundError, KeyError, ValueError):
+            return None
+
+    def wait(self) -> None:
+        self.manager.wait_until_finished()
+        self.manager.check_for_errors()
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def _accuracy(metrics: Any) -> float:
+    return metrics["accuracy"]
+
+
+def _like(x: Any) -> Any:
+    return jax.tree.map(lambda a: np.zeros(a.shape, a.dtype) if isinstance(a, np.ndarray) else a, x)

@@ -1,0 +1,211 @@
+"""``rlvr-jax COMMAND``: a thin layer over the Python API. Heavy imports happen inside the commands."""
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+STOPPED = 75  # EX_TEMPFAIL: stopped by a signal or train.max_seconds after saving; the same command goes on
+
+EXAMPLES = {
+    "train": "rlvr-jax train configs/quickstart.yaml\n  rlvr-jax train configs/quickstart.yaml seed=1 run_dir=runs/seed1 'strategies=[difffilter]'",
+    "eval": "rlvr-jax eval configs/quickstart.yaml\n  rlvr-jax eval configs/quickstart.yaml --checkpoint best eval.samples_per_prompt=4 eval.temperature=1",
+    "generate": "rlvr-jax generate configs/quickstart.yaml --prompt '27+45=?' -n 4\n  rlvr-jax generate configs/quickstart.yaml --checkpoint last < prompts.txt > answers.jsonl",
+    "sft": "rlvr-jax sft configs/quickstart_sft.yaml\n  rlvr-jax sft my.yaml model.path=/models/Qwen3-0.6B sft.steps=500",
+    "export": "rlvr-jax export runs/quickstart my_model\n  rlvr-jax export runs/quickstart my_model --checkpoint last --dtype bfloat16",
+    "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
+    "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
+    "report": "rlvr-jax report runs/quickstart",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; errors a user can mend are one line on stderr and exit code 2."""
+    args = _parser().parse_args(argv)
+    _quiet()
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: not an error of ours
+        return 0
+    except (ValueError, OSError, RuntimeError, ImportError) as e:
+        if args.debug:
+            raise
+        print(f"rlvr-jax {args.command}: {type(e).__name__}: {' '.join(str(e).split())[:2000]}", file=sys.stderr)
+        if not isinstance(e, ValueError | OSError):
+            print("rlvr-jax: --debug shows where it happened", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlvr-jax", description="Reinforcement learning with verifiable rewards, in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str, config: bool = False) -> argparse.ArgumentParser:
+        p = commands.add_parser(name, help=help, description=help, epilog=f"examples:\n  {EXAMPLES[name]}", formatter_class=argparse.RawDescriptionHelpFormatter)
+        p.add_argument("--debug", action="store_true", help="show the trace of an error")
+        if config:
+            p.add_argument("config", help="YAML file")
+            p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the config, e.g. train.steps=50")
+        p.set_defaults(run=run)
+        return p
+
+    command("train", _train, "train, or continue, the run of a config", config=True)
+    p = command("eval", _eval, "accuracy on held-out prompts, per domain, as JSON", config=True)
+    p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
+    p = command("generate", _generate, "answers to prompts, one JSON object a line", config=True)
+    p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
+    p.add_argument("--prompt", action="append", help="a prompt (may be repeated); default: one per line of stdin")
+    p.add_argument("-n", type=int, default=1, help="samples per prompt")
+    command("sft", _sft, "supervised warm start on prompt/response pairs; writes a Hugging Face folder", config=True)
+    p = command("export", _export, "a run's weights as a Hugging Face folder")
+    p.add_argument("run_dir")
+    p.add_argument("out")
+    p.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p = command("strategies", _strategies, "data strategies: what they do, their parameters, their sources")
+    p.add_argument("name", nargs="?", help="only this one")
+    p = command("verify", _verify, "score rows {task, gold, answer, numbers?, target?}; one verdict a line, in order")
+    p.add_argument("file", help="JSONL file, or - for stdin")
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
+    p = command("report", _report, "(re)build report.html of a run")
+    p.add_argument("run_dir")
+    return parser
+
+
+def _quiet() -> None:
+    """Settings that must precede the first import of jax and transformers; a user's own values win."""
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false",
+                        "TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR",
+                        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlvr_jax" / "xla")}.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+def _load(args: argparse.Namespace) -> Any:
+    from rlvr_jax import config
+
+    return config.load(args.config, args.overrides)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from rlvr_jax.train import train
+
+    summary = train(_load(args))
+    print(json.dumps({k: v for k, v in summary.items() if k != "finished"}))
+    return 0 if summary["finished"] else STOPPED
+
+
+def _sft(args: argparse.Namespace) -> None:
+    from rlvr_jax.sft import sft
+
+    print(json.dumps(sft(_load(args))))
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from rlvr_jax import parts as part
+    from rlvr_jax.evaluate import evaluate
+    from rlvr_jax.metrics import Progress
+
+    config = _load(args)
+    with part.build(config) as parts:
+        params = _weights(parts, args.checkpoint)
+        e, done = config.eval, [0]
+        with Progress(sum(map(len, parts.dataset.eval.values())), description="eval", fields=()) as progress:
+            def on_batch(n: int) -> None:
+                done[0] += n
+                progress.update(done[0])
+
+            scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, part.decoder_of(parts.tokenizer),
+                              samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
+    print(json.dumps({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
+                             "tokens_mean": s.tokens / max(s.total, 1)} for name, s in scores.items()}))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from rlvr_jax import parts as part
+    from rlvr_jax.data.rows import prompt_id
+    from rlvr_jax.evaluate import response_texts
+    from rlvr_jax.metrics import Progress
+
+    config = _load(args)
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts or args.n < 1:
+        raise ValueError("nothing to answer: give --prompt TEXT, or one prompt a line on stdin, and -n of at least 1")
+    system = [{"role": "system", "content": config.model.system_prompt}] if config.model.system_prompt else []
+    with part.build(config) as parts:
+        params, engine = _weights(parts, args.checkpoint), parts.engine()
+        ids = [parts.tokenizer.encode_chat([*system, {"role": "user", "content": p}], config.model.template_args) for p in prompts]
+        size = config.eval.batch_prompts
+        with Progress(len(prompts), description="generate", fields=()) as progress:
+            for i in range(0, len(prompts), size):
+                batch = prompts[i:i + size]
+                rollout = engine.generate(params, ids[i:i + size], np.array([prompt_id("", p) for p in batch]), np.zeros(len(batch), np.int32), args.n, config.seed, i)
+                texts = response_texts(rollout, part.decoder_of(parts.tokenizer))
+                for b, text in enumerate(texts):
+                    print(json.dumps({"prompt": batch[b // args.n], "sample": b % args.n, "response": text, "tokens": int(rollout.response_length[b]),
+                                      "truncated": bool(rollout.truncated[b]), "logprob": round(float(rollout.logprob[b].sum()), 4)}), flush=True)
+                progress.update(min(i + size, len(prompts)))
+
+
+def _weights(parts: Any, checkpoint: str | None) -> Any:
+    from rlvr_jax.train import restore_params
+
+    return parts.params() if checkpoint is None else restore_params(parts, checkpoint)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from rlvr_jax import config as configs
+    from rlvr_jax import parts as part
+    from rlvr_jax.models import hf
+    from rlvr_jax.train import restore_params
+
+    if not (Path(args.run_dir) / "config.yaml").is_file():
+        raise ValueError(f"'{args.run_dir}' is no run folder: it has no config.yaml")
+    config = configs.load(Path(args.run_dir) / "config.yaml", [f"run_dir={args.run_dir}"])
+    with part.build(config) as parts:
+        hf.export(Path(args.out), restore_params(parts, args.checkpoint), parts.model, source_folder=parts.folder, dtype=args.dtype)
+    print(args.out)
+
+
+def _strategies(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from rlvr_jax.strategies import describe
+
+    entries = [e for e in describe() if args.name in (None, e.name)]
+    if not entries:
+        raise ValueError(f"no strategy, score or act is called '{args.name}'; 'rlvr-jax strategies' lists them")
+    console = Console(soft_wrap=True)
+    for e in entries:
+        params = ", ".join(f"{k}={v}" for k, v in e.params.items())
+        console.print(f"{e.name}({params})  [{e.kind}]", style="bold", markup=False, highlight=False)
+        console.print(f"    {e.doc}  ({e.source})", markup=False, highlight=False)
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from rlvr_jax.config import Pool
+    from rlvr_jax.rewards import verify_file
+
+    for verdict in verify_file(args.file, Pool(workers=args.workers, cpu_seconds=args.seconds)):
+        print(json.dumps(verdict), flush=True)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from rlvr_jax import report
+
+    print(report.build(args.run_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

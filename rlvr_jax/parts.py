@@ -1,0 +1,139 @@
+"""Builds what every command needs from a config: tokenizer, model, mesh, data, sampler, judge."""
+
+import contextlib
+import importlib.resources
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlvr_jax import data
+from rlvr_jax.config import Config, ConfigError
+from rlvr_jax.models import hf
+from rlvr_jax.models.decoder import DecoderConfig
+from rlvr_jax.rewards import pool as pools
+from rlvr_jax.rewards import registry
+from rlvr_jax.rollout.draw import SamplingParams
+from rlvr_jax.rollout.engine import LocalEngine, length_buckets
+from rlvr_jax.sharding import make_mesh
+
+# A named random stream each, so that no two uses share a key: fold_in(fold_in(seed, step), stream).
+STREAMS = {"update": 1, "init": 2}
+
+
+def stream_key(seed: int, step: int, stream: str) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), STREAMS[stream])
+
+
+def model_folder(config: Config) -> Path:
+    """The Hugging Face folder of ``model.path``.
+
+    Raises:
+      ConfigError: it does not exist.
+    """
+    if config.model.path == "embedded":
+        return Path(str(importlib.resources.files("rlvr_jax"))) / "embedded"
+    folder = Path(os.path.expandvars(config.model.path)).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: no config.json in '{folder}'; give a Hugging Face model folder, or 'embedded'")
+    return folder
+
+
+@dataclass(frozen=True)
+class Parts:
+    config: Config
+    folder: Path
+    tokenizer: Any
+    model: DecoderConfig
+    mesh: jax.sharding.Mesh
+    dataset: Any
+    judge: "Judge"
+
+    def params(self) -> Any:
+        return hf.load_params(self.folder, self.model, self.mesh)
+
+    def engine(self, *, record_entropy: bool = False) -> LocalEngine:
+        """The training sampler. Its rows have one length, so the update compiles once."""
+        r = self.config.rollout
+        return self._engine(SamplingParams(r.temperature, r.top_k, r.top_p, r.max_new_tokens, tuple(self.tokenizer.eos_ids), record_entropy or r.record_entropy),
+                            total_length=row_length(self.config))
+
+    def eval_engine(self) -> LocalEngine:
+        """Evaluation's sampler: its own temperature, no truncation; the last batch is padded to the others' shape."""
+        e = self.config.eval
+        return self._engine(SamplingParams(e.temperature, max_new_tokens=self.config.rollout.max_new_tokens, eos_ids=tuple(self.tokenizer.eos_ids)),
+                            batch_prompts=e.batch_prompts)
+
+    def _engine(self, sampling: SamplingParams, **shape: Any) -> LocalEngine:
+        return LocalEngine(self.model, sampling, self.mesh, compute_dtype=self.config.model.compute_dtype,
+                           prompt_buckets=length_buckets(self.config.data.max_prompt_length), **shape)
+
+
+def row_length(config: Config) -> int:
+    """T of a training row; the longest prompt and response, rounded up so that it tiles."""
+    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+    return -(-longest // 16) * 16
+
+
+@contextlib.contextmanager
+def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Parts]:
+    """Parts for a config; verifier processes end with the context.
+
+    Args:
+      rewards: functions ``(text, answer, **fields) -> float`` that replace the configured rewards (notebooks).
+
+    Raises:
+      ConfigError: a file, model, verifier or mesh that cannot be used.
+    """
+    try:
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    folder = model_folder(config)
+    tokenizer, model = hf.load_tokenizer(folder), hf.load_config(folder)
+    dataset = data.build(config, tokenizer)
+    with Judge(config, dataset, rewards) as judge:
+        yield Parts(config, folder, tokenizer, model, mesh, dataset, judge)
+
+
+class Judge:
+    """Texts to rewards: every row goes to the verifiers of its domain, in worker processes, and comes back in order."""
+
+    def __init__(self, config: Config, dataset: Any, rewards: Sequence[Any] | None = None):
+        self.recipes: list[Sequence[Mapping[Any, float]]] = []
+        for domain, source in zip(config.data.domains.values(), dataset.train.sources):
+            self.recipes.append([{fn: 1.0} for fn in rewards] if rewards else domain.rewards or config.rewards)
+            first = source.order[0]
+            for entry in self.recipes[-1]:
+                (verifier, _), = entry.items()
+                registry.check(first.verifier if verifier == "verifier" else verifier, first.fields)
+        self.threshold = config.algorithm.success_threshold
+        c = config.pool
+        self.pool = pools.Pool(c.workers, c.cpu_seconds, c.wall_seconds, c.memory_mb)
+        self.pool.start()
+
+    def __call__(self, rows: Sequence[Any], texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``(reward [B] float32, correct [B] bool, valid [B] bool)``; an unknown verdict has reward 0 and is not valid."""
+        jobs = [pools.Job(row.verifier if verifier == "verifier" else verifier, text, row.answer, row.fields)
+                for row, text in zip(rows, texts) for entry in self.recipes[row.domain] for verifier in entry]
+        verdicts = iter(self.pool.score(jobs))
+        out = []
+        for row in rows:
+            recipe = self.recipes[row.domain]
+            out.append(registry.combine(recipe, [next(verdicts) for _ in recipe], self.threshold))
+        reward, correct, valid = zip(*out) if out else ((), (), ())
+        return np.array(reward, np.float32), np.array(correct, bool), np.array(valid, bool)
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pool.close()
+
+
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda ids: tokenizer.decode(list(ids))

@@ -1,0 +1,393 @@
+"""The main job: sample groups, verify, choose what to learn from, update. All effects of a run are in this file.
+
+Killed at any instant and started again with the same command, a run goes on to the same weights, bit for bit on the
+same mesh and backend: everything that decides is in the checkpoint or a function of (seed, step).
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlvr_jax import config as configs
+from rlvr_jax import metrics as metric
+from rlvr_jax import parts as part
+from rlvr_jax import replay, report, strategies as strategy_room
+from rlvr_jax.checkpoint import Checkpoints
+from rlvr_jax.config import Config, ConfigError
+from rlvr_jax.evaluate import Score, evaluate, response_texts
+from rlvr_jax.types import Rollout, TrainState, UpdateBatch
+from rlvr_jax.update import init_state, make_optimizer, make_update, state_shardings
+
+log = logging.getLogger(__name__)
+
+# Sections that may change between a run and its continuation; any other change would make it another experiment.
+MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
+              "train.max_seconds", "train.samples_every")
+
+
+@dataclass
+class Record:
+    """What the host remembers beside the device state; saved as JSON in every checkpoint."""
+
+    step: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    eval: dict[str, dict[str, float]] = field(default_factory=dict)
+    generated_tokens: int = 0
+    updated_tokens: int = 0
+    seconds: float = 0.0
+    resumed_from_step: int = 0
+
+
+def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[Any] | None = None, strategies: Sequence[Any] | None = None,
+          overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Trains, or continues, the run of ``config`` and returns its summary.
+
+    Args:
+      config: a Config, a mapping of the YAML's form, or a YAML file.
+      rewards: functions ``(text, answer, **fields) -> float | bool | None`` instead of the configured rewards.
+      strategies: like the config's ``strategies``; Strategy objects are allowed too.
+      overrides: ``a.b=value`` strings, for a mapping or a file.
+
+    Returns:
+      The content of ``summary.json``.
+
+    Raises:
+      ConfigError: the configuration, or what it names, cannot be used.
+    """
+    config = as_config(config, overrides)
+    configs.check_for_training(config)
+    assert config.run_dir is not None
+    with _only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
+        return loop.run()
+
+
+def as_config(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Config:
+    if isinstance(config, Config):
+        tree = config.model_dump(mode="json")
+    elif isinstance(config, Mapping):
+        tree = dict(config)
+    else:
+        return configs.load(config, overrides)
+    tree = configs.apply_overrides(tree, overrides)
+    return configs.validate(tree | {"run_dir": tree.get("run_dir") or "runs/default"})
+
+
+class _Loop:
+    def __init__(self, parts: part.Parts, strategies: Sequence[Any] | None):
+        config = self.config = parts.config
+        self.parts, self.run_dir = parts, Path(config.run_dir or "runs/default")
+        self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
+        self.compiles = _CompileCount()
+        self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
+        self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
+        self.engine = parts.engine(record_entropy=self.strategy.needs_entropy)
+        self.eval_engine = parts.eval_engine()
+        self.decode = part.decoder_of(parts.tokenizer)
+        self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
+        self.stop_signal: int | None = None
+
+    def __enter__(self) -> "_Loop":
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)} if _in_main_thread() else {}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for s, handler in self._handlers.items():
+            signal.signal(s, handler)
+        self.checkpoints.close()
+        self.compiles.close()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.stop_signal is not None:  # a second Ctrl-C does not wait for the step
+            raise KeyboardInterrupt
+        self.stop_signal = number
+        print(f"\n{signal.Signals(number).name}: finishing this step and saving; the same command goes on from there", file=sys.stderr)
+
+    def run(self) -> dict[str, Any]:
+        config, started = self.config, time.monotonic()
+        state, host, record = self._start()
+        base = record.seconds
+        ref_params = self.parts.params() if config.algorithm.kl_coef else None
+        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None)
+        pending: tuple[int, dict[str, Any]] | None = None
+        with writer, metric.Progress(config.train.steps, record.step) as progress:
+            if not record.eval and config.eval.prompts_per_domain:
+                self._evaluate(state.params, record, progress)
+                writer.write(0, _eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
+            while record.step < config.train.steps and self.stop_signal is None:
+                state, host, values = self._step(state, host, record, ref_params, writer)
+                if pending:  # one step late, so that the device never waits for the host
+                    self._write(writer, progress, record, *pending)
+                pending = (record.step, values)
+                record.seconds = base + time.monotonic() - started
+                out_of_time = config.train.max_seconds is not None and time.monotonic() - started > config.train.max_seconds
+                last = record.step == config.train.steps
+                if config.eval.prompts_per_domain and (last or record.step % config.train.eval_every == 0):
+                    self._evaluate(state.params, record, progress)
+                    values |= _eval_metrics(record.eval[str(record.step)])
+                if last or out_of_time or self.stop_signal is not None or self._save_due(record):
+                    self._write(writer, progress, record, *pending)
+                    pending = None
+                    self._save(state, host, record)
+                if out_of_time:
+                    break
+            if pending:
+                self._write(writer, progress, record, *pending)
+            self._save(state, host, record)
+        self.checkpoints.wait()
+        summary = self._summary(state, record)
+        metric.write_summary(self.run_dir, summary)
+        report.build(self.run_dir)
+        return summary
+
+    def _start(self) -> tuple[TrainState, dict[str, Any], Record]:
+        """Fresh state, or the newest checkpoint's."""
+        parts, config = self.parts, self.config
+        host = self._fresh_host()
+        abstract = abstract_state(parts, self.optimizer, self.strategy)
+        saved = self.checkpoints.record()
+        if saved is not None:
+            refuse_changes(saved["config"], config)
+            state, host, got = self.checkpoints.restore(abstract, host) or (None, {}, {})
+            record = Record(**got["record"])
+            record.data = parts.dataset.train.restore(record.data)
+            record.resumed_from_step = record.step
+            log.info("resumed %s at step %d", self.run_dir, record.step)
+            return state, host, record
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
+        parts.tokenizer.save(self.run_dir / "tokenizer")
+        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
+        return state, host, Record(data=parts.dataset.train.init())
+
+    def _fresh_host(self) -> dict[str, Any]:
+        if self.config.replay is None:
+            return {}
+        c = self.config
+        return {"replay": replay.init(c.replay.capacity or c.train.prompts_per_step, c.rollout.samples_per_prompt, part.row_length(c),
+                                      entropy=self.engine.sampling.record_entropy)}
+
+    def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:
+        """One step of the flow; returns metrics whose device part is still being computed."""
+        config, step = self.config, record.step
+        G = config.rollout.samples_per_prompt
+        clock = [time.monotonic()]
+        tick = lambda: clock.append(time.monotonic())  # noqa: E731
+        proportions = self.parts.dataset.weights
+        rows, record.data = self.parts.dataset.train.take(record.data, config.train.prompts_per_step, proportions)
+        rollout = self.engine.generate(state.params, [list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]),
+                                       np.array([r.domain for r in rows]), G, config.seed, step)
+        rollout = jax.tree.map(np.asarray, rollout)
+        tick()
+        texts = response_texts(rollout, self.decode)
+        row_of = [r for r in rows for _ in range(G)]
+        reward, correct, valid = self.parts.judge(row_of, texts)
+        tick()
+        values = _rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
+        batch = to_batch(rollout, reward, correct, valid, np.array([r.domain for r in rows], np.int32))
+        if config.replay is not None:
+            batch, buffer, replayed = replay.apply(host["replay"], batch, prompt_id=np.array([r.prompt_id for r in rows], np.int32), step=step)
+            host, values = {"replay": buffer}, values | metric.means(replayed)
+        state, sums = self.update(state, batch, part.stream_key(config.seed, step, "update"), ref_params)
+        record.step += 1
+        record.generated_tokens += int(rollout.response_length.sum())
+        writer.write_prompts(record.step, [r.prompt_id for r in rows])
+        if record.step % config.train.samples_every == 0 or record.step == 1:
+            writer.write_samples(record.step, _samples(row_of, texts, reward, valid, G))
+        values |= _mix_metrics(rows, proportions, self.parts.dataset.names)
+        values |= {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
+        return state, host, values | {"sums": sums, "clock": clock}
+
+    def _write(self, writer: metric.Writer, progress: metric.Progress, record: Record, step: int, values: dict[str, Any]) -> None:
+        sums, clock = values.pop("sums"), values.pop("clock")
+        sums = jax.device_get(sums)
+        clock.append(time.monotonic())
+        values |= metric.means(sums)
+        record.updated_tokens += int(values["tokens/updated"])
+        values |= {"time/rollout": clock[1] - clock[0], "time/verify": clock[2] - clock[1], "time/update": clock[3] - clock[2],
+                   "time/step": clock[3] - clock[0], "tokens_per_second": values["tokens/generated"] / (clock[3] - clock[0]),
+                   "tokens/generated_total": record.generated_tokens, "tokens/updated_total": record.updated_tokens, "compiles": self.compiles.count}
+        writer.write(step, values)
+        progress.update(step, values)
+
+    def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> None:
+        e = self.config.eval
+        scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
+        record.eval[str(record.step)] = {name: s.accuracy for name, s in scores.items()}
+        progress.log(f"evaluation at step {record.step}: " + "  ".join(f"{n} {s.accuracy:.1%}{_unknown(s)}" for n, s in scores.items()))
+
+    def _save_due(self, record: Record) -> bool:
+        """Every save_every steps, and when an evaluation was the best so far."""
+        scores = {int(s): float(np.mean(list(v.values()))) for s, v in record.eval.items()}
+        best = record.step in scores and scores[record.step] >= max(scores.values())
+        return record.step % self.config.train.save_every == 0 or best
+
+    def _save(self, state: TrainState, host: dict[str, Any], record: Record) -> None:
+        scores = record.eval.get(str(record.step))
+        saved = {"record": record.__dict__, "config": self.config.model_dump(mode="json")}
+        self.checkpoints.save(record.step, state, host, saved, None if not scores else float(np.mean(list(scores.values()))))
+
+    def _summary(self, state: TrainState, record: Record) -> dict[str, Any]:
+        steps = sorted(map(int, record.eval))
+        finished = record.step >= self.config.train.steps
+        return {
+            "eval": {"before": record.eval[str(steps[0])] if steps else {}, "after": record.eval[str(steps[-1])] if steps else {}},
+            "steps": record.step, "finished": finished, "seconds": round(record.seconds, 3), "generated_tokens": record.generated_tokens,
+            "updated_tokens": record.updated_tokens, "compiles": self.compiles.count, "resumed_from_step": record.resumed_from_step,
+            "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
+            "weights_sha256": weights_sha256(state.params)}
+
+
+def abstract_state(parts: part.Parts, optimizer: Any, strategy: Any) -> TrainState:
+    """The state's shapes with the shardings they are restored to."""
+    from rlvr_jax.models.decoder import abstract_params
+
+    params = abstract_params(parts.model)
+    shapes = TrainState(step=jax.ShapeDtypeStruct((), np.int32), params=params, opt_state=jax.eval_shape(optimizer.init, params),
+                        strategy_state=jax.eval_shape(strategy.init))
+    where = state_shardings(params, parts.model, optimizer, strategy, parts.mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+
+
+def restore_params(parts: part.Parts, which: str) -> Any:
+    """Parameters of a checkpoint of the config's run.
+
+    Args:
+      which: 'best' by evaluation, 'last', or a step.
+
+    Raises:
+      ConfigError: there is no such checkpoint.
+    """
+    config = parts.config
+    folder = Path(config.run_dir or "runs/default")
+    checkpoints = Checkpoints(folder, config.train.max_to_keep, read_only=True)
+    steps = checkpoints.manager.all_steps()
+    step = {"best": checkpoints.best_step, "last": checkpoints.manager.latest_step}.get(which, lambda: int(which) if which.isdigit() else None)()
+    if step is None or step not in steps:
+        raise ConfigError(f"no checkpoint '{which}' in {folder}; there are {sorted(steps) or 'none'} (best, last or a step)")
+    strategy = strategy_room.build(list(config.strategies))
+    optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
+    got = checkpoints.restore(abstract_state(parts, optimizer, strategy), {}, step)
+    checkpoints.close()
+    assert got is not None
+    return got[0].params
+
+
+def to_batch(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, valid: np.ndarray, domain: np.ndarray) -> UpdateBatch:
+    return UpdateBatch(
+        tokens=rollout.tokens, prompt_length=rollout.prompt_length, response_length=rollout.response_length, logprob=rollout.logprob,
+        behavior_logprob=rollout.behavior_logprob, entropy=rollout.entropy, reward=reward, valid=valid, correct=correct,
+        truncated=rollout.truncated, policy_step=rollout.policy_step, domain=domain)
+
+
+def weights_sha256(params: Any) -> str:
+    """Hash of all weights in the order of their names; equal exactly when they are equal bit for bit."""
+    digest = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(x).tobytes())
+    return digest.hexdigest()
+
+
+def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
+    """A run folder goes on with the config it began with.
+
+    Raises:
+      ConfigError: names the fields that differ and may not.
+    """
+    old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
+    changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and not k.startswith((*MAY_CHANGE, "sft.")))
+    if changed:
+        k = changed[0]
+        raise ConfigError(f"{config.run_dir} was begun with {k}={old.get(k)!r}, now {new.get(k)!r}"
+                          f"{f' (and {len(changed) - 1} more)' if len(changed) > 1 else ''}; restore it, or choose another run_dir")
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping) and tree:
+        for k, v in tree.items():
+            yield from _leaves(v, f"{prefix}.{k}" if prefix else str(k))
+    else:
+        yield prefix, list(tree) if isinstance(tree, tuple) else tree
+
+
+def _rollout_metrics(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, valid: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {"tokens/generated": int(rollout.response_length.sum()), "response/length_mean": float(rollout.response_length.mean()),
+                              "response/truncated": float(rollout.truncated.mean()), "verify/unknown_share": float(1 - valid.mean())}
+    for prefix, rows in [("mean", valid), *((n, valid & (rollout.domain == d)) for d, n in enumerate(names))]:
+        if rows.any():
+            values[f"reward/{prefix}"], values[f"accuracy/{prefix}"] = float(reward[rows].mean()), float(correct[rows].mean())
+    return values
+
+
+def _mix_metrics(rows: Sequence[Any], proportions: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    if len(names) < 2:
+        return {}
+    realised = np.bincount([r.domain for r in rows], minlength=len(names)) / len(rows)
+    return {f"mix/target/{n}": float(p) for n, p in zip(names, proportions)} | {f"mix/realised/{n}": float(p) for n, p in zip(names, realised)}
+
+
+def _eval_metrics(scores: Mapping[str, float]) -> dict[str, float]:
+    return {f"eval/{n}": s for n, s in scores.items()} | {"eval/mean": float(np.mean(list(scores.values())))}
+
+
+def _samples(rows: Sequence[Any], texts: Sequence[str], reward: np.ndarray, valid: np.ndarray, G: int) -> list[dict[str, Any]]:
+    """The first sample of the first group of every domain."""
+    first = {rows[i].domain: i for i in reversed(range(0, len(rows), G))}
+    return [{"domain": rows[i].domain_name, "prompt": rows[i].prompt, "response": texts[i], "answer": rows[i].answer, "reward": float(reward[i]),
+             "known": bool(valid[i])} for _, i in sorted(first.items())]
+
+
+def _unknown(score: Score) -> str:
+    return f" ({score.total - score.known} of {score.total} unknown)" if score.known < score.total else ""
+
+
+@contextlib.contextmanager
+def _only_one(run_dir: Path) -> Iterator[None]:
+    """Holds the run folder's lock; the lock goes with the process, however it ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process trains in {run_dir}; wait for it, or choose another run_dir") from None
+        yield
+
+
+class _CompileCount:
+    """XLA compilations since it was made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, name: str, seconds: float, **_: Any) -> None:
+        self.count += name == "/jax/core/compile/backend_compile_duration"
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+class _Callable(types.ModuleType):
+    # ``rlvr_jax.train`` is this module; a notebook calls it: rlvr_jax.train(config).
+    __call__ = staticmethod(train)
+
+
+sys.modules[__name__].__class__ = _Callable
