@@ -1,0 +1,143 @@
+"""Line charts as inline SVG: readable offline and without script, coloured by the page's CSS (so dark mode works)."""
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# The page defines these CSS variables; the colours here only mark the places in matplotlib's output.
+_PLACES = {"--ink": "#010101", "--rule": "#020202"} | {f"--c{i}": f"#0101{i + 16:02x}" for i in range(8)}
+MAX_POINTS = 400
+"""Most points per line; longer runs are drawn as means of equal blocks of steps."""
+
+
+class Series(NamedTuple):
+    """One line: ``steps[n]``, ``values[n]`` (NaN = gap), palette index ``color`` and whether it is dashed."""
+
+    label: str
+    steps: np.ndarray
+    values: np.ndarray
+    color: int = 0
+    dashed: bool = False
+
+
+def line_chart(series: Sequence[Series], *, key: str, unit: str = "", percent: bool = False, log: bool = False,
+               markers: bool = False, smooth: bool = True, robust: bool = False, title: str = "") -> str:
+    """``<svg>`` of the lines over trainer steps; the same input gives the same bytes.
+
+    Long lines are drawn faint with their :func:`running_mean` on top. Labels are left to the page (see ``color``).
+
+    Args:
+      series: lines, each with at least one finite value.
+      key: unique on the page: it keeps the ids of two charts apart.
+      unit: label of the vertical axis.
+      percent: values are fractions, shown as percent.
+      log: logarithmic axis, used only when every value is positive and they span more than a decade.
+      markers: mark every point, for values measured now and then.
+      smooth: draw the running mean of long lines.
+      robust: let the highest 2% leave the axis when they would flatten the rest.
+      title: what a screen reader says.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    style: Any = {"svg.hashsalt": key, "svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5,
+                  "axes.formatter.useoffset": False, "path.simplify": True}
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure = Figure(figsize=(4.6, 2.35))
+        canvas = FigureCanvasSVG(figure)
+        # Fixed margins: matplotlib's automatic ones take ten times as long.
+        axes = figure.add_axes((0.13 if unit else 0.1, 0.18, 0.87 if unit else 0.9, 0.8))
+        figure.patch.set_visible(False)
+        axes.patch.set_visible(False)
+        for one in series:
+            _draw(axes, one, markers, smooth)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_xlabel("trainer step", color=_PLACES["--ink"])
+        axes.set_ylabel(unit, color=_PLACES["--ink"])
+        _vertical(axes, np.concatenate([one.values[np.isfinite(one.values)] for one in series]), percent, log, robust)
+        axes.grid(color=_PLACES["--rule"], linewidth=0.6)
+        axes.tick_params(colors=_PLACES["--ink"], which="both", length=0)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_PLACES["--rule"])
+        out = io.StringIO()
+        canvas.print_svg(out, metadata={"Date": None, "Creator": None})
+    return _themed(out.getvalue(), title)
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over a centred window that shrinks at both ends; gaps (NaN) are left out of it. ``[n] -> [n]``."""
+    known = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(known)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - window // 2, 0), np.minimum(at + window // 2 + 1, len(values))
+    n = count[high] - count[low]
+    return np.where(n > 0, (total[high] - total[low]) / np.maximum(n, 1), np.nan)
+
+
+def smoothing(n: int) -> int:
+    """Window of the running mean for a line of ``n`` points; 1 = drawn as it is."""
+    return 1 if n < 40 else n // 20 | 1
+
+
+def _vertical(axes: Any, values: np.ndarray, percent: bool, log: bool, robust: bool) -> None:
+    """Scale and tick labels of the vertical axis; no label is mathtext, which a page cannot show."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter, PercentFormatter
+
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(bottom=0, top=None if values.max() > 0 else 1)
+    elif values.max() >= 10_000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if log and values.min() > 0 and values.max() > 10 * values.min():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    usual = np.quantile(values, 0.98)
+    if robust and 0 < 2 * usual < values.max():
+        axes.set_ylim(top=1.3 * usual)
+
+
+def _draw(axes: Any, one: Series, markers: bool, smooth: bool) -> None:
+    color, dash = _PLACES[f"--c{one.color % 8}"], (0, (4, 2)) if one.dashed or one.color >= 8 else "solid"
+    steps, values = _thin(one.steps, one.values)
+    window = 1 if markers or one.dashed or not smooth else smoothing(len(values))
+    if window > 1:
+        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.3)
+        values = running_mean(values, window)
+    lonely = np.isfinite(values).sum() == 1
+    axes.plot(steps, values, color=color, linewidth=1.5, linestyle=dash, marker="o" if markers or lonely else None, markersize=3.2)
+
+
+def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(steps) <= MAX_POINTS:
+        return steps, values
+    size = -(-len(steps) // MAX_POINTS)
+    starts = np.arange(0, len(steps), size)
+    known = np.isfinite(values)
+    count = np.add.reduceat(known.astype(int), starts)
+    total = np.add.reduceat(np.where(known, values, 0.0), starts)
+    return steps[starts], np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _themed(svg: str, title: str) -> str:
+    """Drops what only a separate file needs, lets CSS give size and colours, and removes ids that repeat on a page."""
+    svg = svg[svg.index("<svg"):].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)
+    svg = re.sub(r' id="(?![mp][0-9a-f]{10}")[^"]*"', "", svg)
+    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg role="img" xmlns:xlink="http://www.w3.org/1999/xlink" \1>', svg, count=1)
+    svg = re.sub(r"font-family: [^;\"]*|font: ([\d.]+px) [^;\"]*", lambda m: f"font-size: {m[1]}" if m[1] else "", svg)
+    for variable, place in _PLACES.items():
+        svg = svg.replace(place, f"var({variable})")
+    return svg.replace(">", f"><title>{escape(title)}</title>", 1)
