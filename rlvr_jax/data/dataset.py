@@ -12,7 +12,7 @@ from rlvr_jax.config import Config, Domain
 from rlvr_jax.data import mixture, sources, tasks
 from rlvr_jax.data.mixture import Encoder, Source, State, Stream, Tokenizer
 from rlvr_jax.data.prompts import BrokenRow, Schema, Template
-from rlvr_jax.data.rows import DataError, Example, Message, Notes, Row, digest, held_out, normalise
+from rlvr_jax.data.rows import DataError, Example, Message, Notes, Row, digest, held_out, problem_key
 
 _PROBED = 100  # records that decide which columns there are
 _NAMED = 5  # broken rows named one by one in the warnings
@@ -157,14 +157,15 @@ def _without_overlap(name: str, examples: list[Example], forbidden: set[str], no
 def _task_example(domain: Domain, template: Template, seed: str, index: int, system_prompt: str | None) -> Example:
     problem = tasks.generate(str(domain.task), seed, index, domain.task_args)
     try:
-        prompt = template.render({**problem.fields, "prompt": problem.prompt})
+        prompt = template.render({**problem.parts, **problem.fields, "prompt": problem.prompt})
     except BrokenRow as e:
-        raise DataError(f"task {domain.task}: {e}; its fields are prompt, {', '.join(problem.fields)}") from None
+        raise DataError(f"task {domain.task}: {e}; it has {', '.join(['prompt', *problem.fields, *problem.parts])}") from None
     messages: list[Message] = [{"role": "user", "content": prompt}]
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
-    return Example(normalise(problem.prompt), prompt, messages, problem.answer, {**problem.fields, **domain.verifier_args},
-                   domain.verifier or problem.verifier, problem.solution)
+    verifier = domain.verifier or problem.verifier
+    return Example(problem_key(problem.verifier, problem.prompt, problem.fields), prompt, messages, problem.answer, {**problem.fields, **domain.verifier_args},
+                   verifier, problem.solution)
 
 
 def _task_source(index: int, name: str, domain: Domain, config: Config, forbidden: set[str]) -> tuple[Source, str]:
@@ -180,7 +181,7 @@ def _task_eval(name: str, domain: Domain, config: Config, notes: Notes) -> list[
     """Distinct held-out problems of a stream of its own: the same for every training seed."""
     template = Template.parse(domain.template, f"data.domains.{name}")
     wanted, found = config.eval.prompts_per_domain, dict[str, Example]()
-    budget = 100 + 50 * int(wanted / config.data.holdout)
+    budget = 1000 + 10 * int(wanted / config.data.holdout)  # a small task may not have so many
     for index in range(budget):
         if len(found) >= wanted:
             break

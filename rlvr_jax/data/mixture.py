@@ -149,14 +149,20 @@ class Stream:
             Starting again at prompt 0 would repeat data, so nothing is guessed.
         """
         wanted = self.init()
+        fresh = "restore the checkpoint, or start a new run folder"
         if not isinstance(state, Mapping) or set(state) != set(wanted) or state["version"] != VERSION:
-            raise DataError(f"the saved data state cannot be read (found {str(state)[:80]!r}); restore the checkpoint or start a new run folder")
+            raise DataError(f"the saved data state cannot be read (found {str(state)[:80]!r}); {fresh}")
+        for field, kind in (("fingerprint", str), ("position", int), ("prompts_too_long", int), ("carry", float)):
+            value = state[field]
+            if not isinstance(value, Mapping) or not all(isinstance(v, kind) for v in value.values()):
+                raise DataError(f"the saved data state is damaged: '{field}' is {str(value)[:80]}; {fresh}")
+            if set(value) != set(wanted[field]):
+                raise DataError(f"the run was started with the domains {', '.join(value)}, now they are {', '.join(wanted[field])}; {fresh}")
         for name, value in wanted["fingerprint"].items():
-            if state["fingerprint"].get(name) != value:
-                raise DataError(f"domain '{name}' is not the data this run was started with (file, seed, template, hold-out or task changed); restore it or start a new run folder")
-        for field, kind in (("position", int), ("carry", float), ("prompts_too_long", int)):
-            if set(state[field]) != set(wanted[field]) or not all(isinstance(v, kind) for v in state[field].values()):
-                raise DataError(f"the saved data state is damaged: '{field}' is {str(state[field])[:80]}; restore the checkpoint or start a new run folder")
+            if state["fingerprint"][name] != value:
+                raise DataError(f"domain '{name}' is not the data this run was started with (file, seed, template, hold-out or task changed); bring it back, or start a new run folder")
+        if min(*state["position"].values(), *state["prompts_too_long"].values()) < 0 or max(map(abs, state["carry"].values())) > len(wanted["carry"]):
+            raise DataError(f"the saved data state is damaged: {str(dict(state))[:200]}; {fresh}")
         return json.loads(json.dumps(state))
 
 

@@ -8,12 +8,13 @@ import ast
 import difflib
 import json
 import string
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlvr_jax.config import Domain
-from rlvr_jax.data.rows import DataError, Example, Message, normalise
+from rlvr_jax.data.rows import DataError, Example, Message, problem_key
 
 # Columns tried in this order when the config does not map one.
 COMMON = {
@@ -29,6 +30,7 @@ NEEDS: dict[str, tuple[str, ...]] = {"math": ("answer",), "choice": ("answer",),
                                      "countdown": ("numbers", "target"), "format": ()}
 TAKES: dict[str, tuple[str, ...]] = {"knights": ("names",)}
 _MISSING = object()
+_LIST_FORMATS = ("letters", "commas")
 _LITERAL_LIMIT = 1_000_000  # characters; a longer string is text, not a stored structure
 
 
@@ -36,23 +38,30 @@ class BrokenRow(ValueError):
     """One row that cannot be used; the message says why."""
 
 
-class _Formatter(string.Formatter):
-    """``str.format`` over plain names only, with two formats for lists: ``{options:letters}``, ``{numbers:commas}``."""
+class _Listed:
+    """A value with two formats for lists: ``{options:letters}`` (A. ..., a line each) and ``{numbers:commas}``."""
 
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if format_spec == "letters":
-            return "\n".join(f"{letter}. {item}" for letter, item in zip(string.ascii_uppercase, value))
-        if format_spec == "commas":
-            return ", ".join(map(str, value))
-        return super().format_field(value, format_spec)
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __format__(self, spec: str) -> str:
+        if spec not in _LIST_FORMATS:
+            return format(self.value, spec)
+        items = structure(self.value)
+        if not isinstance(items, list | tuple):
+            raise ValueError(f"':{spec}' needs a list, found {type(self.value).__name__}")
+        if spec == "commas":
+            return ", ".join(map(str, items))
+        return "\n".join(f"{letter}. {item}" for letter, item in zip(string.ascii_uppercase, items))
 
 
 @dataclass(frozen=True)
 class Template:
-    """A checked prompt template; ``names`` are the fields it reads."""
+    """A checked prompt template; ``names`` are the fields it reads, ``listed`` those with a format for lists."""
 
     text: str
     names: tuple[str, ...]
+    listed: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str, where: str) -> "Template":
@@ -62,13 +71,14 @@ class Template:
         """
         hint = "fields are plain names like {prompt}; write {{ and }} for braces, e.g. \\boxed{{}}"
         try:
-            names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+            fields = [(name, spec) for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as e:
             raise DataError(f"{where}.template: {e}; {hint}") from None
-        for name in names:
+        for name, _ in fields:
             if not name.isidentifier():
                 raise DataError(f"{where}.template: '{{{name}}}' is no field; {hint}")
-        return cls(text, tuple(dict.fromkeys(names)))
+        listed = tuple(name for name, spec in fields if spec in _LIST_FORMATS)
+        return cls(text, tuple(dict.fromkeys(name for name, _ in fields)), listed)
 
     def render(self, values: Mapping[str, Any]) -> str:
         """
@@ -79,8 +89,9 @@ class Template:
             if values.get(name) is None:
                 raise BrokenRow(f"field '{name}' of the template is missing")
         try:
-            return _Formatter().vformat(self.text, (), values)
-        except (ValueError, TypeError) as e:
+            shown = {**values, **{name: _Listed(values[name]) for name in self.listed}} if self.listed else values
+            return self.text.format_map(shown)
+        except (ValueError, TypeError, LookupError) as e:
             raise BrokenRow(f"template does not fit: {e}") from None
 
 
@@ -91,11 +102,13 @@ def structure(value: Any) -> Any:
     text = value.strip()
     if (text[:1], text[-1:]) not in (("{", "}"), ("[", "]")):
         return value
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            return parse(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # LaTeX in a Python literal: "\\sin" is an unknown escape
+        for parse in (json.loads, ast.literal_eval):
+            try:
+                return parse(text)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
     return value
 
 
@@ -132,7 +145,9 @@ class Schema:
         self.where, self.source, self.domain, self.system_prompt = f"data.domains.{name}", source, domain, system_prompt
         self.template = Template.parse(domain.template, self.where)
         used = [n for n in (domain.verifier, *(k for r in domain.rewards or () for k in r)) if n not in (None, "verifier")]
-        self.verifier = str(used[0])  # a file domain has a verifier or rewards: config refuses others
+        if not used:
+            raise DataError(f"{self.where}: its rewards stand for a verifier that is not given; set {self.where}.verifier")
+        self.verifier = str(used[0])
         self.needs = tuple(dict.fromkeys(f for n in used for f in NEEDS.get(str(n), ())))
         takes = tuple(f for n in used for f in TAKES.get(str(n), ()))
         self._probe = list(records)
@@ -181,7 +196,7 @@ class Schema:
         for field in self.needs:
             if field != "answer" and fields.get(field) in (None, [], ""):
                 raise BrokenRow(f"field '{field}' is missing")
-        return Example(normalise(key), prompt, self._messages(chat, prompt), self._answer(values.get("answer")),
+        return Example(problem_key(self.verifier, key, fields), prompt, self._messages(chat, prompt), self._answer(values.get("answer")),
                        {**fields, **self.domain.verifier_args}, self.verifier, self._response(values.get("response")))
 
     def _prompt(self, values: dict[str, Any]) -> list[Message] | None:

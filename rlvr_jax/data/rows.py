@@ -2,7 +2,7 @@
 
 import hashlib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,7 @@ class DataError(ConfigError):
 class Example:
     """One problem before tokenisation.
 
-    ``key`` is the normalised text of the problem without its template: what decides whether two problems are the
-    same. ``prompt`` is the last user message as the model sees it.
+    ``key`` (:func:`problem_key`) decides whether two problems are the same, whatever template they are shown in. ``prompt`` is the last user message as the model sees it.
     """
 
     key: str
@@ -64,6 +63,13 @@ class Notes:
 def normalise(text: str) -> str:
     """Case, width and white space do not make two prompts different."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def problem_key(verifier: str, text: str, fields: Mapping[str, Any]) -> str:
+    """What makes two problems the same: the normalised text, and for countdown the numbers in any order."""
+    if verifier == "countdown" and isinstance(fields.get("numbers"), list | tuple):
+        return f"countdown {sorted(map(str, fields['numbers']))} {fields.get('target')}"
+    return normalise(text)
 
 
 def digest(*parts: str) -> int:

@@ -15,13 +15,15 @@ from rlvr_jax.data.rows import DataError
 
 @dataclass(frozen=True)
 class Problem:
-    """``fields`` are what the verifier needs besides the answer; ``solution`` is a worked answer for a warm start."""
+    """``fields`` are what the verifier needs besides the answer; ``solution`` is a worked answer for a warm start;
+    ``parts`` are for templates that word the prompt in their own way."""
 
     prompt: str
     answer: Any
     verifier: str
     solution: str
     fields: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
 
 
 def arithmetic(rng: random.Random, digits: Any = (1, 3), ops: str = "+-*") -> Problem:
@@ -37,7 +39,8 @@ def arithmetic(rng: random.Random, digits: Any = (1, 3), ops: str = "+-*") -> Pr
         a, b = b, a
     answer = {"+": a + b, "-": a - b, "*": a * b}[op]
     steps = {"+": _add, "-": _subtract, "*": _multiply}[op](a, b)
-    return Problem(f"{a}{op}{b}=?", str(answer), "math", "\n".join([*steps, f"\\boxed{{{answer}}}"]))
+    return Problem(f"{a}{op}{b}=?", str(answer), "math", "\n".join([*steps, f"\\boxed{{{answer}}}"]),
+                   parts={"a": a, "op": op, "b": b})
 
 
 def _number(rng: random.Random, digits: int) -> int:
@@ -69,6 +72,8 @@ def _subtract(a: int, b: int) -> list[str]:
 
 
 def _multiply(a: int, b: int) -> list[str]:
+    if len(str(b)) > len(str(a)):  # fewer partial products
+        a, b = b, a
     parts = [int(d) * 10**i for i, d in enumerate(reversed(str(b))) if d != "0"] or [0]
     steps = [f"{a}*{p}={a * p}" for p in parts]
     total = a * parts[0]
@@ -89,8 +94,8 @@ def countdown(rng: random.Random, numbers: Any = (3, 4), max_number: int = 20, m
     """
     low, high = _range("numbers", numbers, 2, 6)
     ops = _ops(ops, "+-*/")
-    if max_number < 1 or max_target < 1:
-        raise DataError(f"task countdown: max_number and max_target must be positive, found {max_number} and {max_target}")
+    if not all(isinstance(x, int) and x >= 1 for x in (max_number, max_target)):
+        raise DataError(f"task countdown: max_number and max_target must be integers >= 1, found {max_number!r} and {max_target!r}")
     for _ in range(1000):
         drawn = [rng.randint(1, max_number) for _ in range(rng.randint(low, high))]
         built = _combine(rng, drawn, ops)
@@ -98,7 +103,7 @@ def countdown(rng: random.Random, numbers: Any = (3, 4), max_number: int = 20, m
             target, expression, steps = built
             shown = ", ".join(map(str, rng.sample(drawn, len(drawn))))
             return Problem(
-                f"Make {target} from {shown}.", expression, "countdown",
+                f"Make {target} from {shown}.", str(target), "countdown",
                 "\n".join([*steps, f"<answer>{expression}</answer>"]),
                 {"numbers": [int(x) for x in shown.split(", ")], "target": target})
     raise DataError(f"task countdown: found no solvable problem with numbers={numbers} max_number={max_number} max_target={max_target} ops='{ops}'; widen them")
