@@ -42,17 +42,26 @@ def attention(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
 
     Args:
       q: ``[B, T, H, head_dim]``.
-      k, v: ``[B, S, K, head_dim]`` in q's dtype.
+      k, v: ``[B, K, S, head_dim]``: the cache's layout, a matrix per head, so that no step transposes the cache.
       mask: see :class:`AttentionMask`.
 
     Returns:
       ``[B, T, H, head_dim]`` in q's dtype; scores and softmax are float32.
     """
     B, T, H, hd = q.shape
-    K = k.shape[2]
-    grouped = q.reshape(B, T, K, H // K, hd)
-    score = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(hd)
+    K = k.shape[1]
+    score = _einsum("btkgh,bksh->bkgts", q.reshape(B, T, K, H // K, hd), k) / math.sqrt(hd)
     score = jnp.where(mask.dense()[:, None, None], score, MASKED)
     p = jax.nn.softmax(score, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", p, v, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, H, hd).astype(q.dtype)
+    return _einsum("bkgts,bksh->btkgh", p, v).reshape(B, T, H, hd).astype(q.dtype)
+
+
+def _einsum(equation: str, a: Array, b: Array) -> Array:
+    """float32 result of a product of batches of matrices."""
+    if a.dtype == jnp.float32:
+        return jnp.einsum(equation, a, b)
+    # XLA's CPU backend refuses some batched bfloat16 products at run time ("DotThunk: BF16 x BF16 = F32").
+    return jax.lax.platform_dependent(
+        a, b,
+        cpu=lambda a, b: jnp.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=lambda a, b: jnp.einsum(equation, a, b, preferred_element_type=jnp.float32))

@@ -200,10 +200,11 @@ def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: 
         q, k = rms_norm(q, w["q_norm"], cfg.rms_eps), rms_norm(k, w["k_norm"], cfg.rms_eps)
     q = constrain(apply_rope(q, step.cos, step.sin), "batch", "length", "heads", None)
     k = constrain(apply_rope(k, step.cos, step.sin), "batch", "length", "kv_heads", None)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     if kv is not None and step.index is not None:
-        at = (0, step.index, 0, 0)
+        at = (0, 0, step.index, 0)
         kv = tuple(jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at) for old, new in zip(kv, (k, v)))  # type: ignore[assignment]
-        k, v = (c[:, : step.read].astype(x.dtype) for c in kv)
+        k, v = (c[:, :, : step.read].astype(x.dtype) for c in kv)
     out = attention(q, k, v, step.mask).reshape(B, T, cfg.num_heads * cfg.head_dim)
     x = constrain(x + _project(out, w["wo"]), "batch", "length", None)
     h = rms_norm(x, w["mlp_norm"], cfg.rms_eps)
