@@ -93,9 +93,11 @@ def _vertical(axes: Any, values: np.ndarray, percent: bool, log: bool, robust: b
     """Scale and tick labels of the vertical axis; no label is mathtext, which a page cannot show."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter, PercentFormatter
 
+    if values.min() == values.max() == 0:
+        axes.set_ylim(0, 1)
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_ylim(bottom=0, top=None if values.max() > 0 else 1)
+        axes.set_ylim(bottom=0)
     elif values.max() >= 10_000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     if log and values.min() > 0 and values.max() > 10 * values.min():
@@ -133,7 +135,7 @@ def _themed(svg: str, title: str) -> str:
     """Drops what only a separate file needs, lets CSS give size and colours, and removes ids that repeat on a page."""
     svg = svg[svg.index("<svg"):].strip()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
+    svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r' id="(?![mp][0-9a-f]{10}")[^"]*"', "", svg)
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg role="img" xmlns:xlink="http://www.w3.org/1999/xlink" \1>', svg, count=1)

@@ -1,4 +1,4 @@
-"""Everything a run writes for people: metrics.jsonl, TensorBoard events, samples.jsonl, summary.json, progress.
+"""Everything a run writes for people: metrics, prompts and samples as JSONL, TensorBoard events, summary, progress.
 
 One step axis for all of them, the trainer step. A full disk costs plots, never the run: a failed write warns once, is
 counted in ``metrics/write_errors``, and leaves no torn line behind. No jax in here: values are anything ``float()`` takes.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlvr_jax.records import Appender, finite, keep_until, line, read_records, scalars_event, start_event, write_json
+from rlvr_jax.records import write_atomic as write_atomic
 
 Fields = tuple[tuple[str, str, str], ...]
 
@@ -103,6 +104,11 @@ class Writer:
         record.update({name: count for name, count in counters.items() if count})
         self._append("metrics.jsonl", line({"step": int(step), **record}))
         self._append("events", scalars_event(int(step), {name: value for name, value in record.items() if value is not None}))
+
+    def write_prompts(self, step: int, prompt_ids: Iterable[int]) -> None:
+        """One line ``{"step": int, "prompt_id": [int, ...]}``: what was trained on, in order."""
+        if self.enabled:
+            self._append("prompts.jsonl", line({"step": int(step), "prompt_id": [int(i) for i in prompt_ids]}))
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Sample texts, one line a row: ``step`` and the row's fields (domain, prompt, response, answer, reward, ...)."""

@@ -49,7 +49,8 @@ DATA = (
     Chart("Weights of the strategies", ("strategy/weight_",)),
     Chart("Effective sample size", ("strategy/ess",)),
     Chart("Replay", ("replay/",)),
-    Chart("Verifier", ("verify/",), "rows", smooth=False, note="rows without a verdict do not train"),
+    Chart("Rows without a verdict", ("verify/unknown_share",), percent=True, note="they do not train"),
+    Chart("Verifier, counts so far", ("verify/",), "rows", smooth=False),
 )
 HEALTH = (
     Chart("Gradient norm", ("update/grad_norm",), log=True, note="before clipping"),
@@ -60,6 +61,7 @@ HEALTH = (
 SPEED = (
     Chart("Time of a step", ("time/",), "seconds", robust=True, note="steps that compile may leave the axis"),
     Chart("Generated tokens per second", ("tokens_per_second",)),
+    Chart("Tokens so far", ("tokens/generated_total", "tokens/updated_total")),
     Chart("Tokens of a step", ("tokens/",), note="dropped rows are generated but not updated"),
     Chart("Compilations so far", ("compiles",), smooth=False),
 )
@@ -79,7 +81,7 @@ def build(run_dir: str | os.PathLike[str]) -> Path:
     curves = _curves(read_records(run / "metrics.jsonl"))
     summary, environment = page.read_json(run / "summary.json"), page.read_json(run / "environment.json")
     before, after = _evaluations(summary, curves)
-    domains = sorted({*before, *after, *(name.split("/", 1)[1] for name in curves if name.startswith(("accuracy/", "eval/")))})
+    domains = sorted({*before, *after, *(name.split("/", 1)[1] for name in curves if name.startswith(("accuracy/", "eval/")))} - {"mean"})
     parts = [_head(run, summary, environment, curves), _results(before, after, summary, page.read_text(run / "config.yaml"))]
     parts += _charts(curves, domains)
     parts += [_samples(read_records(run / "samples.jsonl")), _setup(run, environment)]
@@ -92,6 +94,8 @@ def _head(run: Path, summary: dict[str, Any], environment: dict[str, Any], curve
     state = "" if summary else page.notice(
         "Nothing recorded yet: metrics.jsonl has no records and there is no summary.json." if last is None else
         f"Not finished: there is no summary.json; the last record is of step {last}. This page shows what there is.")
+    if summary.get("finished") is False:
+        state = page.notice(f"Stopped at step {page.count(summary.get('steps'))} before its last step; the same command goes on from there.")
     if summary and last is None:
         state = page.notice("metrics.jsonl has no records: there are no curves to draw.")
     generated, updated = page.number(summary.get("generated_tokens")), page.number(summary.get("updated_tokens"))
@@ -190,11 +194,11 @@ def _samples(rows: list[dict[str, Any]]) -> str:
 
 
 def _sample(row: dict[str, Any]) -> str:
-    status = str(row.get("status", ""))
+    status = row.get("status") or ("unknown" if row.get("known") is False else "ok" if (page.number(row.get("reward")) or 0) > 0 else "wrong")
     css = status if status in ("ok", "wrong", "unknown") else "unknown"
-    badge = f'<span class="tag {css}">{page.text(status)}</span>' if status else ""
+    badge = f'<span class="tag {css}">{page.text(status)}</span>'
     known = ("prompt", "response", "answer")
-    facts = " · ".join(f"{page.text(key)} {page.text(value, SHOWN_CHARACTERS)}" for key, value in row.items() if key not in (*known, "step", "status") and value not in (None, ""))
+    facts = " · ".join(f"{page.text(key)} {page.text(value, SHOWN_CHARACTERS)}" for key, value in row.items() if key not in (*known, "step", "status", "known") and value not in (None, ""))
     texts = "".join(f"<dt>{key}</dt><dd><pre>{page.text(row[key], SHOWN_CHARACTERS)}</pre></dd>" for key in known if row.get(key) is not None)
     return f"<article><p>{badge} {facts}</p><dl class=texts>{texts}</dl></article>"
 
@@ -229,6 +233,6 @@ def _evaluations(summary: dict[str, Any], curves: dict[str, Any]) -> tuple[dict[
             side.update({str(k): float(v) for k, v in given.items() if page.number(v) is not None})
         elif not summary:
             for name, (_, values) in curves.items():
-                if name.startswith("eval/") and np.isfinite(values).any() and (at == 0 or len(values) > 1):
+                if name.startswith("eval/") and name != "eval/mean" and np.isfinite(values).any() and (at == 0 or len(values) > 1):
                     side[name.removeprefix("eval/")] = float(values[np.isfinite(values)][at])
     return sides[0], sides[1]

@@ -71,18 +71,21 @@ def test_resume_removes_what_the_killed_run_left_beyond_its_checkpoint(tmp_path)
         for step in range(8):
             writer.write(step, {"x": step})
             writer.write_samples(step, [{"response": f"old {step}"}])
+            writer.write_prompts(step, np.array([step, 7]))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "x"')  # killed in mid-write
     with metrics.Writer(tmp_path, resume_step=4) as writer:
         for step in range(5, 10):
             writer.write(step, {"x": -step})
             writer.write_samples(step, [{"response": f"new {step}"}])
+            writer.write_prompts(step, [step, 7])
+    assert lines(tmp_path / "prompts.jsonl") == [{"step": step, "prompt_id": [step, 7]} for step in range(10)]
     expected = [0, 1, 2, 3, 4, -5, -6, -7, -8, -9]
     assert [r["x"] for r in lines(tmp_path / "metrics.jsonl")] == expected
     assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(10))
     assert [r["response"][:3] for r in lines(tmp_path / "samples.jsonl")] == ["old"] * 5 + ["new"] * 5
     assert scalars(tmp_path, "x") == [(step, float(x)) for step, x in enumerate(expected)]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl", "tensorboard"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "prompts.jsonl", "samples.jsonl", "tensorboard"]
 
 
 def test_a_fresh_start_forgets_a_run_that_died_before_its_first_checkpoint(tmp_path):
