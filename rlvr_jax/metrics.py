@@ -105,11 +105,6 @@ class Writer:
         self._append("metrics.jsonl", line({"step": int(step), **record}))
         self._append("events", scalars_event(int(step), {name: value for name, value in record.items() if value is not None}))
 
-    def write_prompts(self, step: int, prompt_ids: Iterable[int]) -> None:
-        """One line ``{"step": int, "prompt_id": [int, ...]}``: what was trained on, in order."""
-        if self.enabled:
-            self._append("prompts.jsonl", line({"step": int(step), "prompt_id": [int(i) for i in prompt_ids]}))
-
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Sample texts, one line a row: ``step`` and the row's fields (domain, prompt, response, answer, reward, ...)."""
         if self.enabled:
