@@ -29,7 +29,7 @@ def test_worked_solution_is_right_and_a_wrong_one_is_not(task, args):
         verdict = verify(p.verifier, p.solution, p.answer, **p.fields)
         assert verdict.status == "ok" and verdict.reward == 1, (p, verdict)
     wrong = [verify(p.verifier, q.solution, p.answer, **p.fields).status
-             for p, q in zip(problems, problems[1:]) if p.answer != q.answer]
+             for p, q in itertools.pairwise(problems) if p.answer != q.answer]
     assert wrong and set(wrong) == {"wrong"}
 
 

@@ -106,6 +106,7 @@ def _split(name: str, domain: Domain, config: Config, notes: Notes) -> tuple[lis
     repeated = len(examples) - len({e.key for e in examples})
     if repeated:
         notes.add("rows_repeated", repeated)
+        notes.warnings.append(f"domain '{name}': {repeated} of {len(examples)} rows repeat the problem of another row and are trained on more often")
     if domain.eval_path is not None:
         return examples, _by_hash(_load(name, domain, domain.eval_path, config, notes, "eval_"))
     held = [e for e in examples if held_out(e.key, data.holdout)]
