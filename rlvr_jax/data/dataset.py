@@ -77,6 +77,7 @@ def build(config: Config, tokenizer: Tokenizer | None) -> Dataset:
             source = Source(index, name, order, lambda e: False, len(examples))
             fingerprint[name] = _fingerprint([*examples, *(order[i] for i in range(min(8, len(examples))))])
         out.append(source)
+        _probe_length(source, encode, notes[name])
         evaluation[name] = _eval_rows(index, name, held[name], config.eval.prompts_per_domain, encode, notes[name])
     weights = np.asarray([d.weight for d in data.domains.values()], np.float64)
     return Dataset(tuple(data.domains), Stream(out, encode, fingerprint), evaluation, notes, fingerprint, weights / weights.sum())
@@ -182,7 +183,7 @@ def _task_eval(name: str, domain: Domain, config: Config, notes: Notes) -> list[
     """Distinct held-out problems of a stream of its own: the same for every training seed."""
     template = Template.parse(domain.template, f"data.domains.{name}")
     wanted, found = config.eval.prompts_per_domain, dict[str, Example]()
-    budget = 1000 + 10 * int(wanted / config.data.holdout)  # a small task may not have so many
+    budget = 1000 + 5 * int(wanted / config.data.holdout)  # a small task may not have so many
     for index in range(budget):
         if len(found) >= wanted:
             break
@@ -190,6 +191,14 @@ def _task_eval(name: str, domain: Domain, config: Config, notes: Notes) -> list[
         if held_out(example.key, config.data.holdout):
             found.setdefault(example.key, example)
     return list(found.values())
+
+
+def _probe_length(source: Source, encode: Encoder, notes: Notes) -> None:
+    """Prompts are measured when they are drawn; a limit that loses much of the data is worth a word at start-up."""
+    n = min(source.size or _PROBED, _PROBED)
+    lost = sum(encode(source.order[i]) is None for i in range(n))
+    if lost > 0.05 * n:
+        notes.warnings.append(f"domain '{source.name}': {lost} of the first {n} prompts are longer than data.max_prompt_length={encode.max_length} tokens and will be dropped")
 
 
 def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int, encode: Encoder, notes: Notes) -> tuple[Row, ...]:

@@ -18,7 +18,7 @@ from rlvr_jax.strategies.mix import largest_remainder
 State = dict[str, Any]
 VERSION = 1
 ENDLESS = 2**31 - 1  # indices of a generated task
-_PATIENCE = 10_000  # positions of a generated task skipped in a row before giving up
+_PATIENCE = 2_000  # positions of a generated task skipped in a row before giving up
 
 
 class Tokenizer(Protocol):
