@@ -91,9 +91,17 @@ def mean_one(weights: Array, live: Array) -> Array:
 
 
 def ranks(key: Array, live: Array) -> Array:
-    """Ascending rank along the last axis, equal keys by position, entries that are not live last."""
-    order = jnp.argsort(jnp.where(live, key, jnp.inf), axis=-1, stable=True)
-    return jnp.argsort(order, axis=-1, stable=True)
+    """``[B] -> [B]`` ascending rank, equal keys by position, entries that are not live last."""
+    order = jnp.argsort(jnp.where(live, key, jnp.inf), stable=True)
+    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+
+
+def group_ranks(key: Array, live: Array) -> Array:
+    """``[N, G] -> [N, G]`` as :func:`ranks`, within each group. By comparing all pairs: groups are small, sorts are slow."""
+    key = jnp.where(live, key, jnp.inf)
+    mine, other = key[:, :, None], key[:, None, :]
+    position = jnp.arange(key.shape[1])
+    return jnp.sum((other < mine) | ((other == mine) & (position < position[:, None])), -1)
 
 
 def scaled(fraction: float, count: Array) -> tuple[Array, Array, int]:

@@ -10,6 +10,7 @@ from rlvr_jax.strategies.base import (
     Score,
     State,
     Strategy,
+    group_ranks,
     live_mask,
     needs,
     needs_of,
@@ -75,7 +76,7 @@ def top_k(score: Array, signals: Signals, *, k: int = 3, by: str = "efficiency")
         raise ValueError(f"top_k: k {k} must be at least 1")
     size = jnp.maximum(signals.length, 1).astype(jnp.float32)
     key = {"efficiency": lambda: score / size, "short": lambda: -size, "score": lambda: score}[by]()
-    return ranks(-key, signals.valid) < k
+    return group_ranks(-key, signals.valid) < k
 
 
 @needs("groups")
@@ -92,7 +93,7 @@ def max_variance(score: Array, signals: Signals, *, fraction: float = 0.5) -> Ar
     span = jnp.max(jnp.where(live, score, -jnp.inf), 1, keepdims=True) - low
     # To [0, 1]: two-valued rewards become exact, and no scale can over- or underflow.
     unit = jnp.where(live & (span > 0), (score - low) / jnp.where(span > 0, span, 1.0), 0.0)
-    up, down = ranks(unit, live), ranks(-unit, live)
+    up, down = group_ranks(unit, live), group_ranks(-unit, live)
     n = portion(fraction, jnp.sum(live, 1))[:, None, None]
     a = jnp.arange(G + 1)[None, :, None]
     kept = ((up[:, None] < a) | (down[:, None] < n - a)) & live[:, None]  # [N, a, G]
