@@ -41,17 +41,18 @@ class Domain(Strict):
     """A generated task: arithmetic, countdown, knights. Exclusive with path."""
     task_args: dict[str, Any] = {}
     path: str | None = None
-    """JSONL or parquet file, below data.root unless absolute; 'hf:NAME' reads the datasets library."""
+    """JSONL, JSON or parquet file, below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
     eval_path: str | None = None
     """Held-out file; without one a share of the rows (data.holdout), chosen by hash, is held out."""
     split: str = "train"
     """Split of an 'hf:' source."""
     columns: dict[str, str] = {}
-    """Our name -> column of the file (dots descend): prompt, answer, and any further field of the verifier."""
+    """Our name -> column of the file (dots descend): prompt, answer, response (for sft), and any further field of the
+    verifier. Common names (question, problem, answer, verl's schema, ...) are found without it."""
     answer_after: str | None = None
     """Keep only what follows the last occurrence of this string in the answer ('####' for GSM8K)."""
     template: str = "{prompt}"
-    """Python format string over the row's fields."""
+    """Python format string over the row's fields; lists have two formats, {options:letters} and {numbers:commas}."""
     verifier: str | None = None
     """math, countdown, knights, choice, format or module:function. Generated tasks bring their own."""
     verifier_args: dict[str, Any] = {}
