@@ -174,32 +174,58 @@ def export(folder: str | Path, params: Params, cfg: DecoderConfig, *, source_fol
       ModelError: the folder holds something else, the source has another shape, or the dtype is unknown.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder / "config.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"'{folder}' exists and holds no model; choose another folder")
+    check_target(folder)
     config = _source_config(Path(source_folder), cfg) if source_folder else to_config(cfg, dtype, **(config_extra or {}))
     if dtype == "original":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES.values():
         raise ModelError(f"dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES.values())} or original")
     config = {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")} | {"torch_dtype": dtype}
-    partial = folder.parent / f".{folder.name}.partial"
     writer = jax.process_index() == 0
-    if writer:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in COPIED if source_folder else ():
-            if (Path(source_folder) / name).is_file():  # type: ignore[arg-type]
-                shutil.copyfile(Path(source_folder) / name, partial / name)  # type: ignore[arg-type]
-    _write_weights(partial, params, cfg, dtype, max_file_bytes, writer)
-    if writer:
-        old = folder.parent / f".{folder.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+    with replacing(folder) if writer else contextlib.nullcontext(folder) as partial:
+        if writer:
+            write_json(partial / "config.json", config)
+            for path in (Path(source_folder) / name for name in COPIED) if source_folder else ():
+                if path.is_file():
+                    shutil.copyfile(path, partial / path.name)
+        _write_weights(partial, params, cfg, dtype, max_file_bytes, writer)
     return folder
+
+
+def check_target(folder: Path) -> None:
+    """Refuses to replace anything but a model folder or an empty one.
+
+    Raises:
+      ModelError: the path holds something else.
+    """
+    if folder.exists() and not (folder / "config.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"'{folder}' exists and holds no model; choose another folder")
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder`` that takes its place when the block ends without an exception."""
+    partial, old = folder.parent / f".{folder.name}.partial", folder.parent / f".{folder.name}.old"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """One safetensors file, readable by others (the library makes it private)."""
+    from safetensors.numpy import save_file
+
+    save_file(arrays, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def _source_config(source: Path, cfg: DecoderConfig) -> dict[str, Any]:
@@ -212,8 +238,6 @@ def _source_config(source: Path, cfg: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_weights(folder: Path, params: Params, cfg: DecoderConfig, dtype: str, max_file_bytes: int, writer: bool) -> None:
-    from safetensors.numpy import save_file
-
     kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
     size = lambda t: int(np.prod(t.shape)) * kind.itemsize  # noqa: E731
     files: list[list[Tensor]] = [[]]
@@ -225,11 +249,11 @@ def _write_weights(folder: Path, params: Params, cfg: DecoderConfig, dtype: str,
     for name, group in zip(names, files):
         arrays = {t.name: x for t in group if (x := _fetch(params, t, kind, writer)) is not None}
         if writer:
-            save_file(arrays, folder / name, metadata={"format": "pt"})
+            write_tensors(folder / name, arrays)
     if writer and len(files) > 1:
         index = {"metadata": {"total_size": sum(size(t) for g in files for t in g)},
                  "weight_map": {t.name: name for name, g in zip(names, files) for t in g}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _fetch(params: Params, t: Tensor, kind: np.dtype, writer: bool) -> np.ndarray | None:
