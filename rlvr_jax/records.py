@@ -103,7 +103,7 @@ def scalars_event(step: int, values: Mapping[str, float]) -> bytes:
     """A TensorBoard event with one scalar per name."""
     from tensorboard.compat.proto import event_pb2, summary_pb2
 
-    scalars = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    scalars = [summary_pb2.Summary.Value(tag=name.encode("utf-8", "replace").decode(), simple_value=value) for name, value in values.items()]
     return _framed(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=scalars)))
 
 

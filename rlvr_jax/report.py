@@ -204,12 +204,13 @@ def _sample(row: dict[str, Any]) -> str:
 
 
 def _setup(run: Path, environment: dict[str, Any]) -> str:
-    pairs = {**{k: v for k, v in environment.items() if k not in ("command", "versions")}, **(environment.get("versions") or {})}
+    versions = environment.get("versions")
+    pairs = {k: v for k, v in environment.items() if k not in ("command", "versions")} | (versions if isinstance(versions, dict) else {})
     facts = "".join(f"<tr><th scope=row>{page.text(k)}</th><td>{page.text(v)}</td></tr>" for k, v in pairs.items())
-    versions = f"<div class=scroll><table class=facts>{facts}</table></div>" if facts else "<p>No environment.json: versions and command were not recorded.</p>"
+    table = f"<div class=scroll><table class=facts>{facts}</table></div>" if facts else "<p>No environment.json: versions and command were not recorded.</p>"
     config = page.read_text(run / "config.yaml")
     shown = f"<details><summary>config.yaml, resolved</summary><pre>{page.text(config)}</pre></details>" if config else "<p>config.yaml is missing.</p>"
-    return page.section("Set-up", shown + versions)
+    return page.section("Set-up", shown + table)
 
 
 def _curves(records: Iterable[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
