@@ -172,7 +172,11 @@ def _call(f: Any, params: dict[str, Any], label: str) -> Strategy:
     if missing:
         raise ValueError(f"strategy {label} needs a value for {', '.join(missing)}; it must be a function of its parameters that "
                          "returns a Strategy, e.g. select(score, act)")
-    result = f(**_typed_all(f, params, label))
+    given = _typed_all(f, params, label)
+    try:
+        result = f(**given)
+    except Exception as e:
+        raise ValueError(f"strategy {label} fails when it is called: {type(e).__name__}: {_one_line(e)}") from e
     if not isinstance(result, Strategy):
         raise ValueError(f"strategy {label} returned a {type(result).__name__}; expected rlvr_jax.strategies.Strategy, "
                          "e.g. the result of select(score, act), reweight(score, act) or chain(...)")
@@ -240,7 +244,11 @@ def _import(path: str) -> Any:
 
 def _parameters(f: Callable[..., Any], skip: int = 0) -> dict[str, inspect.Parameter]:
     """What a config may set: every named parameter after the first ``skip``."""
-    named = [p for p in inspect.signature(f).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    try:
+        known = inspect.signature(f).parameters
+    except ValueError:  # some builtins tell none
+        return {}
+    named = [p for p in known.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return {p.name: p for p in named[skip:]}
 
 
@@ -253,7 +261,7 @@ def _refuse_unknown(params: Mapping[str, Any], valid: Mapping[str, Any], label: 
 
 
 def _typed_all(f: Callable[..., Any], params: Mapping[str, Any], label: str) -> dict[str, Any]:
-    known = inspect.signature(f).parameters
+    known = _parameters(f)
     return {k: _typed(f"strategy {label}: {k}", v, known[k].default) for k, v in params.items()}
 
 
