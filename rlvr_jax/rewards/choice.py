@@ -17,6 +17,7 @@ _ALONE = re.compile(r"[\s(\[{*_\"'`$]*([A-Ja-j])[\s)\]}*_\"'`$.:,;!]*")
 _LEADING = re.compile(r"[\s(\[*_]*([A-J])[)\]*_]*(?:[.:),]|\s*$|\s*\n)")
 _NEGATED = re.compile(r"(?:\bnot|n[’']t(?:\s+be)?|\bneither|\bnor|\brather\s+than|\binstead\s+of|\bbe)\s+(?:option\s+|choice\s+)?[(*]*$", re.IGNORECASE)
 _HEDGE = re.compile(r"[\s)*\]]*(?:,|/|&|\bor\b|\band\b)\s*(?:or\s+|and\s+)?[(*\[]*([A-J])(?![\w'’])")
+_EITHER = re.compile(r"(?<![\w'’])[A-J][)*\]]*\s*(?:/|&|\bor\b|\band\b)\s*[(*\[]*$")
 _TEX = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mathit|textit|mbox|rm|bf)\s*\{([^{}]*)\}")
 
 
@@ -102,7 +103,9 @@ def _last(source: str) -> str | None:
     if wrapped:
         return wrapped[-1]
     letters = [m for m in _LETTER.finditer(source) if _usable(source, m)]
-    return letters[-1].group(1) if letters else None
+    if not letters or _EITHER.search(source[: letters[-1].start()]):
+        return None
+    return letters[-1].group(1)
 
 
 def _label(gold: str) -> str | None:

@@ -15,11 +15,14 @@ _NUMBER = re.compile(
     r"(?<![\w.,])[-+−]?\s?[$€£]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\s+\d+/\d+|\d*\.?\d+(?:[eE][-+]?\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?(?:\s*(?:\\?%|percent\b|pct\b))?")
 _SENTENCE = re.compile(r"(?<=[^\d\s])\.(?=\s|$)|\.\s+(?=[A-Z<])|\.$|\n|[!?](?=\s[A-Z])")
 _IS = re.compile(r"\b(?:is|are|equals|be)\b[\s:]*", re.IGNORECASE)
+_BOLD = re.compile(r"(?<![\w)*])\*\*(?![\s*])([^*\n]+)\*\*(?![\w*])")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_KNOWN = set(("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp sqrt lim max min gcd lcm mod pi inf infinity oo det "
-              "and or theta alpha beta gamma delta lambda omega phi cm mm km kg mg ml ft lb mph degrees degree percent pct percentage units "
-              "unit dollars cents hours minutes seconds days inches feet miles meters million billion thousand").split())
+_KNOWN = frozenset(re.findall(r"\w+", """
+    sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp sqrt lim max min gcd lcm mod pi inf
+    infinity oo det and or theta alpha beta gamma delta lambda omega phi cm mm km kg mg ml ft lb mph degrees
+    degree percent pct percentage units unit dollars cents hours minutes seconds days inches feet miles meters
+    million billion thousand"""))
 _RETRACTION = re.compile(r"\b(?:not|wait|but|actually|instead|wrong|no|then|so|first|check|hence|therefore|thus|gives?)\b|[.!?:=](?:\s|$)", re.IGNORECASE)
 _JOINER = re.compile(r"\b(?:and|or)\b|,|;")
 _LONE = re.compile(r"\s*\\?[A-Za-z]+(?:\s*\(\s*[a-z]\s*\))?\s*|\s*[A-Za-z]_\{?\w\}?\s*")
@@ -40,6 +43,7 @@ def of_response(text: str) -> str | None:
         return _joined(region, boxes) or None
     if not region.strip():
         return None
+    region = _BOLD.sub(r"\1", region)
     markers = [*_GSM.finditer(region), *_ANSWER.finditer(region)]
     if markers:
         last = max(markers, key=lambda m: m.end())

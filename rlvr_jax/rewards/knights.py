@@ -71,17 +71,28 @@ def statements(text: str, people: list[str], used: set[str]) -> dict[str, str]:
     pair = next(p for p in PAIRS if used & set(p))
     other = {pair[0]: pair[1], pair[1]: pair[0]}
     name = "|".join(sorted(map(re.escape, people), key=len, reverse=True))
-    group = rf"(?:both\s+)?\b(?:{name})\b(?:\W{{1,6}}(?:and\W{{1,4}})?\b(?:{name})\b)*"
-    role = "|".join(re.escape(r) for r in other)
-    link = r"[\s*_\"'`)]{0,8}(?:\b(?:is|are|was|were|must\s+be|has\s+to\s+be)\b|:|=+>?|[-–—]+>?|→)?[\s*_\"'`]{0,8}"
-    adverbs = r"(?:(?:both|all|indeed|therefore|definitely|also|actually|thus|either|certainly)\s+)*"
-    claim = re.compile(rf"({group}){link}{adverbs}(not\s+|n't\s+)?(?:(?:a|an|the)\s+)?[\s*_\"'`(]{{0,8}}\b({role})s?\b", re.IGNORECASE)
+    claim, listing = _patterns(name, "|".join(map(re.escape, other)))
     said: dict[str, str] = {}
     for sentence in re.split(r"[.;\n]", text):
+        claims = [(m["who"], m["role"].lower(), bool(m["no"] or m["not"])) for m in claim.finditer(sentence)]
+        claims = claims or [(m["who"], m["role"].lower(), False) for m in listing.finditer(sentence)]
         here: dict[str, str] = {}
-        for who, negated, what in claim.findall(sentence):
-            meant = other[what.lower()] if negated else what.lower()
+        for who, role, negated in claims:
+            meant = other[role] if negated else role
             for person in re.findall(rf"\b(?:{name})\b", who.lower()):
                 here[person] = meant if here.get(person, meant) == meant else "both"
         said.update(here)
     return said
+
+
+def _patterns(name: str, role: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """``A (and B) is not a knight``, and ``knights: A, B``. Every repetition is bounded: the text is hostile."""
+    group = rf"\b(?:{name})\b(?:\W{{1,6}}(?:and\W{{1,4}})?\b(?:{name})\b){{0,{MAX_PEOPLE}}}"
+    mark = r"[\s*_\"'`()]{0,8}"
+    verb = r"\b(?:is|are|was|were|must\s+be|has\s+to\s+be)\b"
+    deny = r"\b(?:(?:is|are|was|were)n['’]?t|(?:is|are)\s+not|can(?:not|['’]t)\s+be)\b"
+    link = rf"(?:(?P<no>{deny})|{verb}|:|=+>?|[-–—]+>?|→)?"
+    adverbs = r"(?:(?:both|all|indeed|therefore|definitely|also|actually|thus|certainly)\s+){0,3}"
+    claim = rf"(?P<who>{group}){mark}{link}{mark}{adverbs}(?P<not>not\s+)?(?:(?:a|an|the)\s+)?{mark}\b(?P<role>{role})s?\b"
+    listing = rf"\b(?P<role>{role})s?\b{mark}(?:are|is|:|=){mark}(?P<who>{group})"
+    return re.compile(claim, re.IGNORECASE), re.compile(listing, re.IGNORECASE)

@@ -28,9 +28,9 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _AND = re.compile(r",?\s*(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])\s*,?")
 _PERCENT = re.compile(r"\\%|(?<![a-zA-Z])(?:percentage|percent|pct)(?![a-zA-Z])", re.IGNORECASE)
 _DEGREE = re.compile(r"\s*(?:\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z]))")
-_FUNCTIONS = ("arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc ln log lim max min gcd det").split()
-_CONSTANTS = ("pi theta alpha beta gamma delta lambda omega phi infty").split()
-_NAMES = re.compile(rf"(?<![\\a-zA-Z])({'|'.join(_FUNCTIONS + _CONSTANTS)})(?![a-zA-Z])")
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|lim|max|min|gcd|det"
+_CONSTANTS = "pi|theta|alpha|beta|gamma|delta|lambda|omega|phi|infty"
+_NAMES = re.compile(rf"(?<![\\a-zA-Z])({_FUNCTIONS}|{_CONSTANTS})(?![a-zA-Z])")
 _INFINITY = re.compile(r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", re.IGNORECASE)
 _SYNONYMS = [(re.compile(p), r) for p, r in (
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le "), (r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge "),
@@ -39,15 +39,15 @@ _SYNONYMS = [(re.compile(p), r) for p, r in (
     (r"\\[lr]brace(?![a-zA-Z])", lambda m: r"\{" if m.group()[1] == "l" else r"\}"), (r"\\(?:simeq|thickapprox)(?![a-zA-Z])", r"\\approx "),
     (r"\\colon(?![a-zA-Z])", ":"), (r"\{\s*,\s*\}", ","), (r"\\[ld]ots(?![a-zA-Z])", "..."), (r"\*\*", "^"), (r"\\!\s*", ""),
     (r"\\mathbf\{R\}", r"\\mathbb{R}"), (r"\\begin\{(?:small)?matrix\}", r"\\begin{pmatrix}"), (r"\\end\{(?:small)?matrix\}", r"\\end{pmatrix}"))]
-_GROUP = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,])")
+_GROUP = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?!\d|,\d)")
 _SPACED_GROUP = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?! ?\d)")
-_UNIT = ("degrees? radians? cm mm km kg mg ml ft lbs? mph kmh sec secs min mins hrs? hours? minutes? seconds? days? weeks? months? years? dollars? cents? "
-         "units? inch(?:es)? feet foot yards? miles? meters? metres? grams? liters? litres? points? people").split()
+_UNIT = ("degrees?|radians?|cm|mm|km|kg|mg|ml|ft|lbs?|mph|kmh|sec|secs|min|mins|hrs?|hours?|minutes?|seconds?"
+         "|days?|weeks?|months?|years?|dollars?|cents?|units?|inch(?:es)?|feet|foot|yards?|miles?|meters?|metres?|grams?|liters?|litres?|points?|people")
 # A single letter may be a variable: it is a unit only after a space or with an exponent (1000 m^2).
 _ATTACHED_UNIT = re.compile(
-    rf"(?<=[\d}})])(?:\s*(?:sq(?:uare)?\.?\s+|cubic\s+)?(?:{'|'.join(_UNIT)})(?:\s*(?:\^\s*\{{?\d\}}?|\d)|/\w+)?"
-    r"|\s+[mgshL]|\s*m(?:\s*\^\s*\{?[23]\}?|[23]))\s*$")
-_TRAILING_WORDS = re.compile(r"(?<=[\d})%])(?:\s+(?!where\b|if\b|mod\b)[a-zA-Z]{3,}[.,]?|\s+(?:of|in|to|by|is|at|the|a|an)\b){1,6}\s*$")
+    rf"(?<=[\d}})])(?:\s*(?:sq(?:uare)?\.?\s+|cubic\s+)?(?:{_UNIT})(?:\s*(?:\^\s*\{{?\d\}}?|\d)|/\w+)?"
+    r"|\s*(?:[ckm]?m|ft|mi)/(?:s|h|hr|sec|min)(?:\s*\^\s*\{?\d\}?)?|\s+[mgshL]|\s*m(?:\s*\^\s*\{?[23]\}?|[23]))\s*$")
+_TRAILING_WORDS = re.compile(r"(?<=[\d})%])(?:\s+(?!(?:where|if|mod|hundred|thousand|[mbtr]+illion)\b)[a-zA-Z]{3,}[.,]?|\s+(?:of|in|to|by|is|at|the|a|an)\b){1,6}\s*$")
 _TRAILING_TEXT = re.compile(r"\s*\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*$")
 
 
@@ -71,7 +71,13 @@ def normalise(source: str) -> str:
     s = re.sub(r"(?<![\d.])0+(?=\d)", "", s)
     s = re.sub(r"(?<![\d}])\.(?=\d)", "0.", s)
     s = re.sub(r"(?<!\\)\{\s+|\s+(?<!\\)(?=\})", lambda m: m.group().strip(), s)
-    return " ".join(s.split()).strip(" .,;:")
+    return " ".join(s.split()).strip(" .,;:*_^")
+
+
+def squeezed(s: str) -> str:
+    """Without what never changes the meaning: spaces but between digits (``1 1/2``), product signs before letters."""
+    s = re.sub(r"\\(?:cdot|times)\s*(?=[a-zA-Z\\(])", " ", s)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", s)
 
 
 def _text_wrappers(s: str) -> str:
@@ -170,8 +176,10 @@ def oversized(s: str) -> str | None:
             return f"brackets nest deeper than {limit}"
     if re.search(rf"\d{{{MAX_DIGITS + 1}}}", s):
         return f"a number of more than {MAX_DIGITS} digits"
-    for match in re.finditer(r"(\d*)\s*[)}]*\s*(!+)", s):
-        if len(match.group(2)) > 2 or int(match.group(1) or 0) > MAX_FACTORIAL:
+    for match in re.finditer(r"(\d*)\s*([)}]*)\s*(!+)", s):
+        # Of a bracketed argument nothing is known but its numbers: one power or product in it is too much.
+        loose = match.group(2) and re.search(r"\^|\\cdot|\\times|\d{4}", s[max(0, match.start() - 40): match.start(3)])
+        if len(match.group(3)) > 2 or int(match.group(1) or 0) > MAX_FACTORIAL or loose:
             return "factorial too large"
     if any(int(n) > 10**6 for n in re.findall(r"\\binom\s*\{\s*(\d+)", s)):
         return "binomial too large"

@@ -19,7 +19,6 @@ outside the main thread, so they are off and the pool's deadline takes their pla
 
 import functools
 import logging
-import re
 from typing import Any
 
 from rlvr_jax.rewards import final, latex, number, structure
@@ -61,7 +60,7 @@ def verify(text: str, answer: Any, **_: Any) -> Verdict:
 
 def gold_expression(answer: Any) -> str | None:
     """The gold answer in canonical spelling, or None when it cannot be used."""
-    if answer is None or isinstance(answer, bool) or len(str(answer)) > MAX_GOLD:
+    if answer is None or answer != answer or isinstance(answer, bool) or len(str(answer)) > MAX_GOLD:
         return None
     found = final.of_gold(str(answer))
     canonical = latex.normalise(found) if found else ""
@@ -80,25 +79,23 @@ def equivalent(gold: str, said: str) -> bool:
     Raises:
       number.Improper: one of them is no number although it looks like a mixed one.
     """
-    if _squeezed(gold) == _squeezed(said):
+    if latex.squeezed(gold) == latex.squeezed(said):
         return True
     return structure.equal(gold, said, _single)
 
 
-def _squeezed(s: str) -> str:
-    return re.sub(r"\s+|\\cdot", "", s)
-
-
 def _single(gold: str, said: str) -> bool:
     """Equality of two expressions that are neither lists nor tuples."""
-    if _squeezed(gold) == _squeezed(said):
+    if latex.squeezed(gold) == latex.squeezed(said):
         return True
     g, s = number.read(gold), number.read(said)
     if g is not None and s is not None:
         return number.equal(g, s)
     gold_text, said_text = structure.text_of(gold), structure.text_of(said)
-    if gold_text is not None or said_text is not None:
-        return gold_text == said_text
+    if gold_text is not None and gold_text == said_text:
+        return True
+    if any(t is not None and (len(t) > 4 or "\\text" in e) for t, e in ((gold_text, gold), (said_text, said))):
+        return False  # a word; a few bare letters may still be a product
     from rlvr_jax.rewards import symbolic
     g_parsed, s_parsed = parse(gold), parse(said)
     return g_parsed is not None and s_parsed is not None and symbolic.equal(g_parsed, s_parsed)

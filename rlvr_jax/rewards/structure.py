@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 
+from rlvr_jax.rewards.latex import squeezed
+
 Equal = Callable[[str, str], bool]
 
 MAX_ELEMENTS = 60
@@ -22,8 +24,8 @@ def text_of(s: str) -> str | None:
     if not match:
         return None
     words = match.group(1) if match.group(1) is not None else match.group(2)
-    if match.group(1) is None and len(words) < 3:
-        return None  # xy is a product
+    if match.group(1) is None and not re.search(r"[A-Za-z]{3}", words):
+        return None  # xy is a product, p - q a difference
     folded = re.sub(r"[^a-z0-9]+", "", words.casefold())
     return folded or None
 
@@ -169,8 +171,8 @@ def _same_set(gold: list[str], said: list[str], single: Equal) -> bool:
     """Every member of each list has an equal one in the other; repeats do not count."""
     if max(len(gold), len(said)) > MAX_ELEMENTS:
         return False
-    left = list(dict.fromkeys(g.replace(" ", "") for g in gold))
-    right = list(dict.fromkeys(s.replace(" ", "") for s in said))
+    left = list(dict.fromkeys(squeezed(g) for g in gold))
+    right = list(dict.fromkeys(squeezed(s) for s in said))
     common = set(left) & set(right)
     left, right = [g for g in left if g not in common], [s for s in right if s not in common]
     return all(any(equal(g, s, single) for s in right or common) for g in left) and \
