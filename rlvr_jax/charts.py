@@ -94,10 +94,10 @@ def _vertical(axes: Any, values: np.ndarray, percent: bool, log: bool, robust: b
     from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter, PercentFormatter
 
     if values.min() == values.max() == 0:
-        axes.set_ylim(0, 1)
+        axes.set_ylim(-0.03, 1)
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])  # from zero, with room for a line that lies there
     elif values.max() >= 10_000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     if log and values.min() > 0 and values.max() > 10 * values.min():
@@ -106,7 +106,7 @@ def _vertical(axes: Any, values: np.ndarray, percent: bool, log: bool, robust: b
         axes.yaxis.set_minor_formatter(NullFormatter())
     usual = np.quantile(values, 0.98)
     if robust and 0 < 2 * usual < values.max():
-        axes.set_ylim(top=1.3 * usual)
+        axes.set_ylim(min(values.min(), -0.03 * usual), 1.3 * usual)
 
 
 def _draw(axes: Any, one: Series, markers: bool, smooth: bool) -> None:

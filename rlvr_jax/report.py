@@ -59,7 +59,7 @@ HEALTH = (
     Chart("Lost metrics so far", ("metrics/",), smooth=False, note="values that were not finite, writes that failed"),
 )
 SPEED = (
-    Chart("Time of a step", ("time/",), "seconds", robust=True, note="steps that compile may leave the axis"),
+    Chart("Time of a step", ("time/",), "seconds", smooth=False, robust=True, note="steps that compile may leave the axis"),
     Chart("Generated tokens per second", ("tokens_per_second",)),
     Chart("Tokens so far", ("tokens/generated_total", "tokens/updated_total")),
     Chart("Tokens of a step", ("tokens/",), note="dropped rows are generated but not updated"),
