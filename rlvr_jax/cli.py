@@ -25,7 +25,12 @@ EXAMPLES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; errors a user can mend are one line on stderr and exit code 2."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and hasattr(args, "overrides") and all("=" in r and not r.startswith("-") for r in rest):
+        args.overrides += rest  # overrides may stand behind options, where argparse no longer looks for them
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     _quiet()
     try:
         return args.run(args) or 0

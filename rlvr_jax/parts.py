@@ -15,11 +15,14 @@ from rlvr_jax import data
 from rlvr_jax.config import Config, ConfigError
 from rlvr_jax.models import hf
 from rlvr_jax.models.decoder import DecoderConfig
+from rlvr_jax.models.hf_config import load_config
+from rlvr_jax.models.tokenizer import load_tokenizer
 from rlvr_jax.rewards import pool as pools
 from rlvr_jax.rewards import registry
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine, length_buckets
 from rlvr_jax.sharding import make_mesh
+from rlvr_jax.strategies import mix
 
 # A named random stream each, so that no two uses share a key: fold_in(fold_in(seed, step), stream).
 STREAMS = {"update": 1, "init": 2}
@@ -51,6 +54,7 @@ class Parts:
     model: DecoderConfig
     mesh: jax.sharding.Mesh
     dataset: Any
+    mixer: mix.Mixer
     judge: "Judge"
 
     def params(self) -> Any:
@@ -94,10 +98,11 @@ def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Part
     except ValueError as e:
         raise ConfigError(str(e)) from None
     folder = model_folder(config)
-    tokenizer, model = hf.load_tokenizer(folder), hf.load_config(folder)
+    tokenizer, model = load_tokenizer(folder), load_config(folder)
     dataset = data.build(config, tokenizer)
+    mixer = mix.build_mixer(config.data.mixer.name, dataset.weights)
     with Judge(config, dataset, rewards) as judge:
-        yield Parts(config, folder, tokenizer, model, mesh, dataset, judge)
+        yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge)
 
 
 class Judge:

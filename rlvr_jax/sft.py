@@ -4,6 +4,7 @@ Pairs come from generated tasks (their worked solutions) or files with a respons
 negative log-probability over response tokens, the end token included; prompts are context only.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def _measure(parts: part.Parts, params: Any) -> dict[str, Any]:
         return parts.judge(rows, texts)
 
     sampled = parts.config.model_copy(update={"eval": e.model_copy(update={"temperature": r.temperature})})
-    engine = part.Parts(sampled, parts.folder, parts.tokenizer, parts.model, parts.mesh, parts.dataset, parts.judge).eval_engine()
+    engine = dataclasses.replace(parts, config=sampled).eval_engine()
     scores = evaluate(engine, params, parts.dataset.eval, judge, decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
     return {"accuracy": {n: s.accuracy for n, s in scores.items()}, "in_format": {n: float(np.mean(f)) for n, f in formatted.items() if f},
             "response_length": {n: s.tokens / max(s.total, 1) for n, s in scores.items()}, "truncated": {n: s.truncated / max(s.total, 1) for n, s in scores.items()}}

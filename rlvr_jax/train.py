@@ -43,6 +43,7 @@ class Record:
 
     step: int = 0
     data: dict[str, Any] = field(default_factory=dict)
+    mixer: dict[str, Any] = field(default_factory=dict)
     eval: dict[str, dict[str, float]] = field(default_factory=dict)
     generated_tokens: int = 0
     updated_tokens: int = 0
@@ -167,9 +168,9 @@ class _Loop:
             return state, host, record
         self.run_dir.mkdir(parents=True, exist_ok=True)
         metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
-        parts.tokenizer.save(self.run_dir / "tokenizer")
+        parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
         state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
-        return state, host, Record(data=parts.dataset.train.init())
+        return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
     def _fresh_host(self) -> dict[str, Any]:
         if self.config.replay is None:
@@ -184,7 +185,7 @@ class _Loop:
         G = config.rollout.samples_per_prompt
         clock = [time.monotonic()]
         tick = lambda: clock.append(time.monotonic())  # noqa: E731
-        proportions = self.parts.dataset.weights
+        proportions = self.parts.mixer.proportions(record.mixer, step)
         rows, record.data = self.parts.dataset.train.take(record.data, config.train.prompts_per_step, proportions)
         rollout = self.engine.generate(state.params, [list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]),
                                        np.array([r.domain for r in rows]), G, config.seed, step)
@@ -195,7 +196,11 @@ class _Loop:
         reward, correct, valid = self.parts.judge(row_of, texts)
         tick()
         values = _rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
-        batch = to_batch(rollout, reward, correct, valid, np.array([r.domain for r in rows], np.int32))
+        domain = np.array([r.domain for r in rows], np.int32)
+        for d in np.unique(domain):  # fresh groups only, before any replay
+            values_d = {"reward": reward.reshape(-1, G)[domain == d], "valid": valid.reshape(-1, G)[domain == d], "step": step}
+            record.mixer = self.parts.mixer.observe(record.mixer, int(d), values_d)
+        batch = to_batch(rollout, reward, correct, valid, domain)
         if config.replay is not None:
             batch, buffer, replayed = replay.apply(host["replay"], batch, prompt_id=np.array([r.prompt_id for r in rows], np.int32), step=step)
             host, values = {"replay": buffer}, values | metric.means(replayed)
