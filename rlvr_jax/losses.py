@@ -139,7 +139,7 @@ def token_scale(aggregation: str, mask: Array, counts: Counts, max_length: int) 
 
 def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array | None, advantage: Array, weight: Array,
                      mask: Array, old_logprob: Array | None = None, ref_logprob: Array | None = None,
-                     entropy: Array | None = None, fresh: Array | None = None,
+                     entropy: Array | None = None, on_policy: Array | None = None, fresh: Array | None = None,
                      sampler_logprob: Array | None = None) -> tuple[Array, Stats]:
     """Loss of each token: ``-weight * w * surrogate + kl_coef * KL - entropy_coef * entropy``.
 
@@ -153,7 +153,8 @@ def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array 
       old_logprob: ``[B, T]`` of the proximal policy; None means the policy itself (one update per batch, ratio 1).
       ref_logprob: ``[B, T]``, needed if ``kl_coef > 0`` and the KL is in the loss.
       entropy: ``[B, T]``, needed if ``entropy_coef > 0``.
-      fresh: ``[B] bool`` rows whose importance weight is exactly 1.
+      on_policy: ``[B] bool`` rows whose importance weight is exactly 1 (fresh, and sampled without truncation).
+      fresh: ``[B] bool`` rows the current weights sampled: ``logprob_gap`` is measured on them. Default: all.
       sampler_logprob: ``[B, T]`` full-softmax logprob the sampler stored, for ``logprob_gap``; default
         ``behavior_logprob``.
 
@@ -172,7 +173,7 @@ def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array 
     advantage = jnp.where(live, advantage, 0).astype(jnp.float32)
     w, capped = jnp.ones(logprob.shape, jnp.float32), jnp.zeros(logprob.shape, bool)
     if behavior_logprob is not None:
-        w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, fresh=fresh)
+        w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, fresh=on_policy)
     surrogate, ratio = _surrogate(cfg, logprob, fixed, old, advantage, live)
     loss = -jnp.where(live, weight, 0) * w * surrogate
     stats = _ratio_stats(cfg, jax.lax.stop_gradient(ratio), advantage, live)

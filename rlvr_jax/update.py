@@ -127,7 +127,7 @@ def _update(state, batch, key, ref_params, *, model, config, strategy, optimizer
 
     zero = jnp.float32(0)
     (params, opt_state, (empty, broken)), stats = jax.lax.scan(one, (state.params, state.opt_state, (zero, zero)), jnp.arange(U))
-    metrics |= {k: _merge(k, s, c) for k, (s, c) in stats.items()}
+    metrics |= _named({k: _merge(k, s, c) for k, (s, c) in stats.items()})
     metrics["update/skipped_empty"] = (empty, jnp.float32(1))
     metrics["update/skipped_nonfinite"] = (broken, jnp.float32(1))
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, strategy_state=strategy_state), metrics
@@ -222,8 +222,8 @@ def _gradients(params, batch, plan, rows, old, ref_params, model, config, micro,
             ref = jax.lax.stop_gradient(row_logprob(ref_params, model, config, tokens, prompt + response, mask)[0])
         loss, stats = losses.policy_objective(
             algo, logprob=logprob, old_logprob=None if old is None else take(old), behavior_logprob=take(batch.behavior_logprob),
-            sampler_logprob=take(batch.logprob), advantage=take(plan.advantage), weight=weight, mask=mask, fresh=take(plan.on_policy),
-            ref_logprob=ref, entropy=entropy)
+            sampler_logprob=take(batch.logprob), advantage=take(plan.advantage), weight=weight, mask=mask, on_policy=take(plan.on_policy),
+            fresh=take(plan.fresh), ref_logprob=ref, entropy=entropy)
         total = jnp.sum(loss * take(scale))
         return total, stats | {"update/loss": (total, jnp.float32(0))}
 
@@ -249,6 +249,21 @@ def _combine(name: str, a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple
 def _merge(name: str, sums: Array, counts: Array) -> tuple[Array, Array]:
     """The same over the mini-batches of one rollout, stacked on axis 0."""
     return (jnp.max(sums), jnp.max(counts)) if name.endswith("_max") else (jnp.sum(sums), jnp.sum(counts))
+
+
+def _named(stats: Metrics) -> Metrics:
+    """Metric names, and pairs whose quotient is the value: a maximum counts once, the effective sample size is a ratio."""
+    w, n = stats["is_weight"]
+    square = stats.pop("is_weight_sq")[0]
+    out = {"policy/is_ess": (w * w, n * square)}
+    for name, (total, count) in stats.items():
+        group, _, rest = name.rpartition("/")
+        if name.endswith("_max"):
+            name, count, rest = name.removesuffix("_max") + "/max", jnp.float32(count > 0), ""
+        elif name == "logprob_gap":
+            name, rest = "logprob_gap/mean", ""
+        out[f"{group or 'policy'}/{rest}" if rest else name] = (total, count)
+    return out
 
 
 def _live_order(live: Array, micro: int) -> tuple[Array, Array]:

@@ -1,0 +1,167 @@
+"""The loop for real: learns, is killed and goes on bit for bit, refuses what would mix two experiments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlvr_jax
+from rlvr_jax import config as C
+from rlvr_jax.metrics import read_records
+from rlvr_jax.train import train
+
+TINY = {
+    "data": {"domains": {"sums": {"task": "arithmetic", "task_args": {"digits": [1, 2], "ops": "+"}},
+                         "knights": {"task": "knights", "task_args": {"people": [2, 2]}, "weight": 0.5}}, "max_prompt_length": 32},
+    "rollout": {"samples_per_prompt": 4, "max_new_tokens": 40},
+    "optimizer": {"learning_rate": 3e-4},
+    "train": {"steps": 6, "prompts_per_step": 6, "micro_batch": 12, "save_every": 2, "eval_every": 3, "samples_every": 2},
+    "eval": {"prompts_per_domain": 12, "batch_prompts": 12},
+}
+
+
+def write(folder, **changes):
+    path = folder / "tiny.yaml"
+    import yaml
+    path.write_text(yaml.safe_dump({**TINY, **changes}))
+    return path
+
+
+def command(config, run_dir, *more):
+    return [sys.executable, "-m", "rlvr_jax.cli", "train", str(config), f"run_dir={run_dir}", *more]
+
+
+def environment(tmp_path_factory):
+    # One compilation cache for all processes of this module: each would compile the same three programs.
+    return os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"),
+                         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+def prompts(run_dir):
+    return [(r["step"], r["prompt_ids"]) for r in read_records(Path(run_dir) / "prompts.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run with replay, two strategies and a checkpoint every second step."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write(folder, strategies=["difffilter", "softmax"], replay={"capacity": 3})
+    done = subprocess.run(command(config, folder / "run"), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return config, folder / "run", json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_run_folder_holds_everything(whole):
+    _, run, printed = whole
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["weights_sha256"] == printed["weights_sha256"] and summary["steps"] == 6 and summary["resumed_from_step"] == 0
+    assert set(summary["eval"]["before"]) == set(summary["eval"]["after"]) == {"sums", "knights"}
+    for key in ("seconds", "generated_tokens", "updated_tokens", "compiles"):
+        assert summary[key] > 0
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "prompts.jsonl", "report.html", "tensorboard", "checkpoints", "tokenizer"):
+        assert (run / name).exists(), name
+    records = read_records(run / "metrics.jsonl")
+    assert [r["step"] for r in records] == [0, 1, 2, 3, 4, 5, 6]
+    assert all(np.isfinite(v) for r in records for v in r.values() if v is not None) and not any(v is None for r in records for v in r.values())
+    for name in ("reward/mean", "kept/rows", "policy/ratio", "update/grad_norm", "logprob_gap/max", "time/rollout", "replay/effective_fraction", "mix/target/sums"):
+        assert name in records[-1], name
+    assert records[-1]["logprob_gap/max"] < 1e-4
+    C.load(run / "config.yaml")
+
+
+def test_prompts_follow_the_mix(whole):
+    _, run, _ = whole
+    assert len(prompts(run)) == 6 and all(len(ids) == 6 for _, ids in prompts(run))
+    last = read_records(run / "metrics.jsonl")[-1]
+    assert last["mix/target/sums"] == pytest.approx(2 / 3) and last["mix/realised/sums"] == pytest.approx(4 / 6)
+
+
+def saving(run):
+    return any(".orbax-checkpoint-tmp" in p.name or "tmp" in p.name for p in (run / "checkpoints").glob("*")) if (run / "checkpoints").is_dir() else False
+
+
+def steps_logged(run):
+    return max((r["step"] for r in read_records(run / "metrics.jsonl")), default=-1)
+
+
+@pytest.mark.parametrize("moment", ["early", "saving", "late"])
+def test_killed_and_started_again_is_the_same_run(whole, tmp_path, tmp_path_factory, moment):
+    config, run, printed = whole
+    mine = tmp_path / "run"
+    process = subprocess.Popen(command(config, mine), env=environment(tmp_path_factory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ready = {"early": lambda: steps_logged(mine) >= 2, "saving": lambda: steps_logged(mine) >= 2 and saving(mine), "late": lambda: steps_logged(mine) >= 4}[moment]
+    deadline = time.monotonic() + 600
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    again = subprocess.run(command(config, mine), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=900)
+    assert again.returncode == 0, again.stderr
+    summary = json.loads(again.stdout.splitlines()[-1])
+    assert 0 < summary["resumed_from_step"] < 6
+    assert summary["weights_sha256"] == printed["weights_sha256"]
+    assert prompts(mine) == prompts(run)
+    assert [r["step"] for r in read_records(mine / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
+    assert summary["eval"] == printed["eval"]
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(whole, tmp_path, tmp_path_factory):
+    config, run, printed = whole
+    mine = tmp_path / "run"
+    process = subprocess.Popen(command(config, mine, "train.save_every=100", "train.eval_every=3"), env=environment(tmp_path_factory), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while steps_logged(mine) < 1 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 75 and "SIGTERM" in error
+    again = subprocess.run(command(config, mine), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=900)
+    summary = json.loads(again.stdout.splitlines()[-1])
+    assert summary["resumed_from_step"] > 0 and summary["weights_sha256"] == printed["weights_sha256"]
+
+
+def test_another_experiment_in_the_same_folder_is_refused(whole, tmp_path_factory):
+    config, run, _ = whole
+    done = subprocess.run(command(config, run, "seed=1"), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "seed" in done.stderr and "run_dir" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_finished_run_is_left_as_it_is(whole, tmp_path_factory):
+    config, run, printed = whole
+    done = subprocess.run(command(config, run), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=600)
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == printed["weights_sha256"]
+
+
+def shortest(answer_text: str, answer: str, **fields) -> float:
+    return 1.0 / (1 + len(answer_text))
+
+
+def test_the_python_api_takes_functions_and_strategies(tmp_path):
+    tree = {**TINY, "run_dir": str(tmp_path / "run"), "eval": {"prompts_per_domain": 0}, "train": {**TINY["train"], "steps": 2}}
+    summary = rlvr_jax.train(tree, rewards=[shortest], strategies=["maxvar"])
+    assert summary["steps"] == 2 and summary["eval"] == {"before": {}, "after": {}}
+    last = read_records(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert 0 < last["reward/mean"] < 0.5 and last["kept/rows"] == pytest.approx(0.5)
+
+
+def test_max_seconds_stops_and_saves(tmp_path):
+    tree = {**TINY, "run_dir": str(tmp_path / "run"), "eval": {"prompts_per_domain": 0}, "train": {**TINY["train"], "max_seconds": 0.001}}
+    first = train(tree)
+    assert first["steps"] == 1 and not first["finished"]
+    second = train({**tree, "train": {**TINY["train"], "steps": 2}})
+    assert second["resumed_from_step"] == 1 and second["finished"]
+
+
+def test_two_processes_on_one_folder_are_refused(tmp_path):
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(C.ConfigError, match="another process"):
+            train({**TINY, "run_dir": str(tmp_path / "run")})

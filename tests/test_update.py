@@ -1,0 +1,239 @@
+"""The update: exact under micro-batching, sharding and skipping; defined on empty and broken batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax import config as C
+from rlvr_jax import strategies
+from rlvr_jax.models.decoder import DecoderConfig, init_params, param_axes
+from rlvr_jax.sharding import make_mesh, shardings
+from rlvr_jax.types import UpdateBatch
+from rlvr_jax.update import init_state, make_optimizer, make_update, row_logprob
+
+MODEL = DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+N, G, P, R = 4, 4, 8, 8
+KEY = jax.random.key(0)
+
+
+def a_batch(seed=0, rewards=None, vocab=96, **changes):
+    rng = np.random.default_rng(seed)
+    B, T = N * G, P + R
+    prompt = np.repeat(rng.integers(1, P, N), G).astype(np.int32)
+    response = rng.integers(1, R + 1, B).astype(np.int32)  # ragged
+    if rewards is None:
+        rewards = np.array([[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]], np.float32).reshape(-1)
+    fields = dict(
+        tokens=rng.integers(0, vocab, (B, T)).astype(np.int32), prompt_length=prompt, response_length=response,
+        logprob=np.full((B, T), -4.5, np.float32), behavior_logprob=np.full((B, T), -4.5, np.float32), entropy=None, reward=rewards,
+        valid=np.ones(B, bool), correct=rewards > 0.5, truncated=np.zeros(B, bool), policy_step=np.zeros(B, np.int32),
+        domain=np.zeros(N, np.int32))
+    return UpdateBatch(**(fields | changes))
+
+
+def a_config(mesh=(1, 1, 1), micro=16, model=None, **sections):
+    tree = {"train": {"prompts_per_step": N, "micro_batch": micro}, "rollout": {"samples_per_prompt": G, "max_new_tokens": R},
+            "data": {"max_prompt_length": P}, "optimizer": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
+            "mesh": dict(zip(("data", "fsdp", "tensor"), mesh)), "model": model or {}}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+    return C.validate(tree)
+
+
+def run(config, batch, model=MODEL, strategy_list=(), steps=1, ref=False, params=None):
+    """First moments of AdamW are (1 - b1) x gradient after one step: gradients as they were applied."""
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    params = init_params(model, KEY) if params is None else params
+    params = jax.device_put(params, shardings(mesh, param_axes(model), params))
+    strategy = strategies.build(list(strategy_list))
+    optimizer = make_optimizer(config.optimizer, 100)
+    state = init_state(params, model, optimizer, strategy, mesh)
+    update = make_update(model, config, strategy, optimizer, mesh)
+    ref_params = jax.tree.map(lambda x: x * 1.01, params) if ref else None
+    for _ in range(steps):
+        state, sums = update(state, batch, KEY, ref_params)
+    grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.optimizer.b1), state.opt_state[1][0].mu)
+    return state, grads, {k: (float(s), float(c)) for k, (s, c) in sums.items()}
+
+
+def distance(a, b):
+    """Norm of the difference over the norm of a."""
+    sq = lambda t: sum(float(np.sum(np.square(x, dtype=np.float64))) for x in jax.tree.leaves(t))  # noqa: E731
+    return (sq(jax.tree.map(np.subtract, a, b)) / max(sq(a), 1e-30)) ** 0.5
+
+
+KINDS = [{}, {"aggregation": "sequence_mean"}, {"aggregation": "sequence_sum_const", "advantage": "dr_grpo"}, {"loss_denominator": "all"}]
+
+
+@pytest.mark.parametrize("algorithm", KINDS, ids=str)
+@pytest.mark.parametrize("micro", [1, 2])
+def test_any_micro_batch_gives_the_same_gradient(algorithm, micro):
+    _, whole, _ = run(a_config(algorithm=algorithm), a_batch())
+    _, parts, _ = run(a_config(micro=micro, algorithm=algorithm), a_batch())
+    assert distance(whole, parts) < 1e-6
+
+
+def test_eight_devices_give_the_same_gradient():
+    _, one, sums = run(a_config(), a_batch(), strategy_list=["softmax"])
+    _, eight, sums8 = run(a_config(mesh=(2, 2, 2), micro=4), a_batch(), strategy_list=["softmax"])
+    assert distance(one, eight) < 1e-5
+    for name, (total, count) in sums.items():
+        assert sums8[name] == pytest.approx((total, count), rel=1e-4, abs=1e-5), name
+
+
+def test_skipped_rows_change_nothing():
+    """Against a full-batch reference that computes every row, in plain jnp and autodiff."""
+    config = a_config()
+    batch = a_batch()
+    reward = jnp.asarray(batch.reward).reshape(N, G)
+    advantage = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-6)
+    advantage = jnp.where(reward.max(1, keepdims=True) == reward.min(1, keepdims=True), 0, advantage).reshape(-1)
+    t = np.arange(P + R)
+    mask = jnp.asarray((t >= batch.prompt_length[:, None]) & (t < (batch.prompt_length + batch.response_length)[:, None]))
+
+    def loss(params):
+        logprob, _ = row_logprob(params, MODEL, config, batch.tokens, batch.prompt_length + batch.response_length, mask)
+        ratio = jnp.exp(logprob - jax.lax.stop_gradient(logprob))
+        return -jnp.sum(ratio * advantage[:, None] * mask) / jnp.sum(mask)
+
+    wanted = jax.tree.map(np.asarray, jax.grad(loss)(init_params(MODEL, KEY)))
+    _, got, sums = run(a_config(micro=4), batch)
+    assert distance(wanted, got) < 1e-5
+    assert sums["update/live_rows"] == (8, 16)  # two of four groups are ineffective: neither forward nor backward
+    assert sums["kept/rows"] == (16, 16)  # and still count
+
+
+def test_dropped_rows_leave_the_denominator():
+    batch = a_batch()
+    _, grads, sums = run(a_config(), batch, strategy_list=[{"select": "band", "score": "solve_rate", "low": 0.3, "high": 0.7}])
+    assert sums["kept/groups"] == (1, 4)
+    only = a_batch(valid=np.arange(N * G) < G)
+    _, alone, _ = run(a_config(), only)
+    assert distance(alone, grads) < 1e-6
+
+
+def test_a_token_weight_reaches_the_gradient():
+    _, plain, _ = run(a_config(), a_batch())
+    _, damped, sums = run(a_config(), a_batch(), strategy_list=["ar"])
+    assert distance(plain, damped) > 1e-3
+    assert sums["strategy/weight_mean"][0] / sums["strategy/weight_mean"][1] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", [
+    {"reward": np.zeros(N * G, np.float32)}, {"reward": np.full(N * G, 0.1, np.float32)}, {"valid": np.zeros(N * G, bool)},
+    {"response_length": np.zeros(N * G, np.int32)}])
+def test_nothing_to_learn_is_a_defined_step(changes):
+    before = init_params(MODEL, KEY)
+    state, _, sums = run(a_config(), a_batch(**changes))
+    assert sums["update/skipped_empty"][0] == 1 and int(state.step) == 1
+    assert all(np.isfinite(v) for pair in sums.values() for v in pair)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.params)))
+    assert int(state.opt_state[1][0].count) == 0
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    params = init_params(MODEL, KEY)
+    params["final_norm"] = params["final_norm"].at[0].set(jnp.nan)
+    state, _, sums = run(a_config(), a_batch(), params=params)
+    assert sums["update/skipped_nonfinite"][0] == 1 and int(state.opt_state[1][0].count) == 0
+    assert np.isfinite(np.asarray(state.params["embed"])).all()
+
+
+def test_unknown_rows_teach_nothing_and_count_nothing():
+    valid = np.ones(N * G, bool)
+    valid[1] = False
+    _, grads, sums = run(a_config(), a_batch(valid=valid))
+    tokens = a_batch(valid=valid).tokens.copy()
+    tokens[1] = 7
+    _, other, _ = run(a_config(), a_batch(valid=valid, tokens=tokens))
+    assert distance(grads, other) == 0 and sums["kept/rows"] == (15, 15)
+
+
+def test_kl_pulls_towards_the_reference_and_not_from_dropped_rows():
+    algorithm = {"kl_coef": 0.5}
+    _, grads, sums = run(a_config(algorithm=algorithm), a_batch(), ref=True)
+    _, plain, _ = run(a_config(), a_batch())
+    assert distance(plain, grads) > 1e-3 and sums["update/live_rows"] == (16, 16) and sums["policy/kl"][0] > 0
+    band = [{"select": "band", "score": "solve_rate", "low": 0.0, "high": 1.0}]
+    tokens = a_batch().tokens.copy()
+    tokens[G:2 * G] = 5  # an all-right group, filtered
+    _, kept, _ = run(a_config(algorithm=algorithm), a_batch(), strategy_list=band, ref=True)
+    _, changed, _ = run(a_config(algorithm=algorithm), a_batch(tokens=tokens), strategy_list=band, ref=True)
+    assert distance(kept, changed) == 0
+
+
+def test_kl_in_the_reward_keeps_ineffective_groups_silent():
+    _, _, sums = run(a_config(algorithm={"kl_coef": 0.5, "kl_in_reward": True}), a_batch(), ref=True)
+    assert sums["update/live_rows"] == (8, 16)
+
+
+def test_reference_params_exactly_when_there_is_a_kl():
+    with pytest.raises(ValueError, match="ref_params"):
+        run(a_config(algorithm={"kl_coef": 0.5}), a_batch())
+
+
+def test_the_entropy_bonus_reaches_rows_without_advantage():
+    _, _, sums = run(a_config(algorithm={"entropy_coef": 0.1}), a_batch(reward=np.zeros(N * G, np.float32)))
+    assert sums["update/grad_norm"][0] > 0 and sums["update/skipped_empty"][0] == 0
+
+
+def test_several_updates_per_batch_use_the_old_policy():
+    state, _, sums = run(a_config(train={"updates_per_batch": 2}), a_batch(rewards=np.tile([0, 1, 0, 1], N).astype(np.float32)))
+    assert int(state.opt_state[1][0].count) == 2
+    assert sums["ratio/max"][0] > 1.001  # the second mini-batch sees weights that have moved
+
+
+def test_one_update_has_ratio_one_and_no_capped_weight():
+    _, _, sums = run(a_config(), a_batch())
+    assert sums["policy/ratio"][0] == sums["policy/ratio"][1] and sums["policy/is_weight"][0] == sums["policy/is_weight"][1]
+
+
+def test_rows_of_an_older_policy_are_corrected():
+    stale = a_batch(policy_step=np.full(N * G, -1, np.int32), behavior_logprob=np.full((N * G, P + R), -5.0, np.float32))
+    _, _, sums = run(a_config(algorithm={"is_cap": None}), stale)
+    assert sums["policy/is_weight"][0] / sums["policy/is_weight"][1] > 1.2
+
+
+def test_loss_is_zero_and_gradient_is_not_at_ratio_one():
+    _, _, sums = run(a_config(algorithm={"aggregation": "sequence_mean"}), a_batch(response_length=np.full(N * G, 4, np.int32)))
+    assert abs(sums["update/loss"][0]) < 1e-6 and sums["update/grad_norm"][0] > 1e-3
+
+
+def test_truncated_rows_can_be_masked():
+    truncated = np.arange(N * G) % G == 1
+    _, _, sums = run(a_config(algorithm={"mask_truncated": True}), a_batch(truncated=truncated))
+    assert sums["kept/rows"] == (12, 16)
+
+
+def test_no_recompilation_when_the_live_share_changes():
+    config = a_config(micro=4)
+    strategy, optimizer, mesh = strategies.build(["difffilter"]), make_optimizer(config.optimizer, 10), make_mesh()
+    state = init_state(init_params(MODEL, KEY), MODEL, optimizer, strategy, mesh)
+    update = make_update(MODEL, config, strategy, optimizer, mesh)
+    rng = np.random.default_rng(0)
+    sizes = set()
+    for i in range(6):
+        state, sums = update(state, a_batch(seed=i, rewards=(rng.random(N * G) < i / 6).astype(np.float32)), KEY)
+        sizes.add(float(sums["update/live_rows"][0]))
+    assert len(sizes) > 2 and update.jitted._cache_size() == 1
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary(capsys):
+    """Temporaries of the compiled update at two vocabularies and two batch sizes."""
+    def temporaries(vocab, micro):
+        model = DecoderConfig(vocab, 16, 32, 1, 2, 1, 8)
+        config = a_config(micro=micro, rollout={"max_new_tokens": 120})
+        strategy, optimizer, mesh = strategies.build([]), make_optimizer(config.optimizer, 10), make_mesh()
+        state = init_state(init_params(model, KEY), model, optimizer, strategy, mesh)
+        update = make_update(model, config, strategy, optimizer, mesh)
+        B, T = N * G, 128
+        batch = a_batch(tokens=np.zeros((B, T), np.int32), logprob=np.zeros((B, T), np.float32), behavior_logprob=np.zeros((B, T), np.float32))
+        with jax.set_mesh(mesh):
+            return update.jitted.lower(state, batch, KEY, None).compile().memory_analysis().temp_size_in_bytes
+
+    small, large, few = temporaries(4096, 16), temporaries(65536, 16), temporaries(65536, 2)
+    with capsys.disabled():
+        print(f"\nupdate temporaries, MiB: V=4096 {small / 2**20:.1f}, V=65536 {large / 2**20:.1f}, V=65536 with 1/8 of the tokens {few / 2**20:.1f}")
+    logits = 16 * 128 * 65536 * 4
+    assert large < logits / 4
