@@ -15,6 +15,8 @@ from flax import struct
 Array = jax.Array
 
 BLOCK = 128
+# Tokens that top-p looks at before it searches the whole vocabulary; a trained model's nucleus is smaller as a rule.
+CANDIDATES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,8 @@ def sample(logits: Array, u: Array, params: SamplingParams) -> Draw:
     if params.temperature not in (0, 1):
         z = z / params.temperature
     peak = jnp.max(z, axis=-1)
-    total = jnp.sum(block_sums(z, peak), axis=-1)
+    sums = block_sums(z, peak)
+    total = jnp.sum(sums, axis=-1)
     finite = jnp.isfinite(peak) & jnp.isfinite(total)
     if params.temperature == 0:
         token = jnp.argmax(z, axis=-1).astype(jnp.int32)
@@ -94,10 +97,11 @@ def sample(logits: Array, u: Array, params: SamplingParams) -> Draw:
         token, behavior = _draw_top_k(z, u, min(params.top_k, V), params.top_p)
     elif params.top_p < 1:
         kept = jnp.where(top_p_mask(z, peak, params.top_p), z, -jnp.inf)
-        token, kept_total = inverse_cdf(kept, peak, u)
-        behavior = _at(z, token) - peak - jnp.log(kept_total)
+        sums = block_sums(kept, peak)
+        token = inverse_cdf(kept, peak, sums, u)
+        behavior = _at(z, token) - peak - jnp.log(jnp.sum(sums, axis=-1))
     else:
-        token, _ = inverse_cdf(z, peak, u)
+        token = inverse_cdf(z, peak, sums, u)
         behavior = None
     logprob = _at(z, token) - peak - jnp.log(total)
     clean = lambda x: jnp.where(finite, x, 0)  # noqa: E731
@@ -125,48 +129,42 @@ def block_sums(z: Array, peak: Array) -> Array:
     sums = [jnp.sum(e(z[:, :whole].reshape(B, -1, BLOCK)), axis=-1)] if whole else []
     if whole < V:
         sums.append(jnp.sum(e(z[:, None, whole:]), axis=-1))
-    return jnp.concatenate(sums, axis=-1) if len(sums) > 1 else sums[0]
-
-
-def _first(found: Array, weight: Array) -> Array:
-    """Index of the first True where the weight is positive, else of the last positive weight."""
-    positive = weight > 0
-    found &= positive
-    last = weight.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    return jnp.where(jnp.any(found, axis=-1), jnp.argmax(found, axis=-1), last)
+    # The barrier keeps XLA from turning the sum of these sums into another pass over the vocabulary.
+    return jax.lax.optimization_barrier(jnp.concatenate(sums, axis=-1) if len(sums) > 1 else sums[0])
 
 
 def _search(weight: Array, target: Array) -> tuple[Array, Array]:
     """``[B, n] weights >= 0, [B] targets`` -> (index, weight before it).
 
     The index is the first whose running sum exceeds the target. A parallel running sum need not be monotone in its
-    last bit and a target may reach the total, so entries of weight 0 are excluded by name and not by arithmetic.
+    last bit, so entries of weight 0 are excluded by name and not by arithmetic; a target that rounding has lifted to
+    the total gets the heaviest entry.
     """
     running = jnp.cumsum(weight, axis=-1)
-    i = _first(running > target[:, None], weight)
+    i = jnp.argmax(jnp.where((running > target[:, None]) & (weight > 0), jnp.inf, weight), axis=-1)
     before = jnp.where(i == 0, 0.0, jnp.take_along_axis(running, jnp.maximum(i - 1, 0)[:, None], axis=-1)[:, 0])
     return i, before
 
 
-def inverse_cdf(z: Array, peak: Array, u: Array) -> tuple[Array, Array]:
+def inverse_cdf(z: Array, peak: Array, sums: Array, u: Array) -> Array:
     """Draws index i with probability proportional to ``exp(z[:, i])`` by a search in two levels.
 
     Args:
       z: ``[B, V]`` log weights; -inf = never drawn.
       peak: ``[B]`` at least the row's maximum, for scale.
+      sums: ``[B, blocks]``, :func:`block_sums` of z.
       u: ``[B]`` in [0, 1].
 
     Returns:
-      ``[B] int32`` index of an entry of positive weight, and ``[B] float32`` sum of ``exp(z - peak)``.
+      ``[B] int32`` index of an entry of positive weight.
     """
     V = z.shape[1]
-    sums = block_sums(z, peak)
-    total = jnp.sum(sums, axis=-1)
-    block, before = _search(sums, u * total)
+    target = u * jnp.sum(sums, axis=-1)
+    block, before = _search(sums, target)
     ids = block[:, None] * BLOCK + jnp.arange(BLOCK)
     weight = jnp.exp(jnp.take_along_axis(z, ids, axis=-1, mode="clip") - peak[:, None])
-    offset, _ = _search(jnp.where(ids < V, weight, 0.0), u * total - before)
-    return jnp.minimum(block * BLOCK + offset, V - 1).astype(jnp.int32), total
+    offset, _ = _search(jnp.where(ids < V, weight, 0.0), target - before)
+    return jnp.minimum(block * BLOCK + offset, V - 1).astype(jnp.int32)
 
 
 def _draw_top_k(z: Array, u: Array, k: int, top_p: float) -> tuple[Array, Array]:
@@ -186,31 +184,46 @@ def _draw_top_k(z: Array, u: Array, k: int, top_p: float) -> tuple[Array, Array]
 def top_p_mask(z: Array, peak: Array, top_p: float) -> Array:
     """``[B, V], [B] -> [B, V] bool``: the smallest set of likeliest tokens with probability at least top_p.
 
-    The threshold is the largest weight w for which tokens of weight >= w hold that much, found exactly: positive
-    floats are ordered as their bits are, so 30 halvings of the bit pattern end at it. Each is one pass over the
-    logits; a sort of 64 rows of 49152 takes as long as several hundred. Of tokens that tie at the threshold only as
-    many are kept as are needed, lowest ids first.
+    The threshold is the largest weight w for which tokens of weight >= w hold that much. A row finds it among its
+    likeliest tokens if these hold enough, else by bisection over the whole vocabulary; each row by its own rule, so
+    that no row depends on another. Of tokens that tie at the threshold only as many are kept as are needed, lowest
+    ids first.
     """
     weight = jnp.exp(z - peak[:, None])
-    mass = lambda keep: jnp.sum(jnp.sum(_blocks(jnp.where(keep, weight, 0.0)), axis=-1), axis=-1)  # noqa: E731
-    target = top_p * mass(weight > 0)
-    one = jnp.float32(1.0).view(jnp.int32)
-
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # mass(weight >= low) >= target > mass(weight >= high)
-        middle = low + (high - low) // 2
-        enough = mass(weight >= middle.view(jnp.float32)[:, None]) >= target
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    start = jnp.zeros_like(target, jnp.int32)
-    low, _ = jax.lax.fori_loop(0, 31, halve, (start, jnp.broadcast_to(one + 1, start.shape)))
-    threshold = low.view(jnp.float32)[:, None]
+    target = top_p * _mass(weight, weight > 0)
+    best = jax.lax.top_k(weight, min(CANDIDATES, weight.shape[1]))[0]
+    enough = jnp.cumsum(best, axis=-1) >= target[:, None]
+    near = jnp.take_along_axis(best, jnp.argmax(enough, axis=-1)[:, None], axis=-1)
+    found = jnp.any(enough, axis=-1)
+    far = jax.lax.cond(jnp.all(found), lambda: near, lambda: _bisect(weight, target)[:, None])
+    threshold = jnp.where(found[:, None], near, far)
     above, tied = weight > threshold, (weight == threshold) & (weight > 0)
-    missing = target - mass(above)
+    missing = target - _mass(weight, above)
     needed = jnp.maximum(jnp.ceil(missing / jnp.maximum(threshold[:, 0], 1e-38)), 1).astype(jnp.int32)
     some = jnp.any(jnp.sum(tied, axis=-1) > needed)
     tied = jax.lax.cond(some, lambda: tied & (jnp.cumsum(tied, axis=-1) <= needed[:, None]), lambda: tied)
     return above | tied
+
+
+def _mass(weight: Array, keep: Array) -> Array:
+    return jnp.sum(jnp.sum(_blocks(jnp.where(keep, weight, 0.0)), axis=-1), axis=-1)
+
+
+def _bisect(weight: Array, target: Array) -> Array:
+    """``[B, V] weights in [0, 1], [B] -> [B]``: the largest w with ``sum(weight[weight >= w]) >= target``, exactly.
+
+    Positive floats are ordered as their bits are, so 31 halvings of the bit pattern end at it. Each is a pass over
+    the weights; sorting 64 rows of 49152 costs as much as two hundred.
+    """
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # mass(weight >= low) >= target > mass(weight >= high)
+        middle = low + (high - low) // 2
+        enough = _mass(weight, weight >= middle.view(jnp.float32)[:, None]) >= target
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    one = jnp.float32(1.0).view(jnp.int32)
+    start = jnp.zeros_like(target, jnp.int32)
+    return jax.lax.fori_loop(0, 31, halve, (start, jnp.broadcast_to(one + 1, start.shape)))[0].view(jnp.float32)
 
 
 def _blocks(x: Array) -> Array:

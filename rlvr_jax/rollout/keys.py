@@ -40,13 +40,14 @@ def row_keys(seed: Array, step: Array, prompt_id: Array, occurrence: Array, G: i
     Returns:
       ``[B]`` typed threefry keys.
     """
-    base = jax.random.key(seed[0], impl="threefry2x32")
-    for value in (seed[1], jnp.uint32(ROLLOUT_STREAM), step):
-        base = jax.random.fold_in(base, value)
-    fold = jax.vmap(jax.random.fold_in)
-    prompt = fold(jax.vmap(lambda p: jax.random.fold_in(base, p))(prompt_id), occurrence)
-    sample = jax.vmap(lambda k: jax.vmap(lambda g: jax.random.fold_in(k, g))(jnp.arange(G)))(prompt)
-    return sample.reshape(-1)
+    N = prompt_id.shape[0]
+    same = [jnp.broadcast_to(x.astype(jnp.uint32), (N, G)) for x in (seed[1], jnp.uint32(ROLLOUT_STREAM), jnp.asarray(step))]
+    own = [jnp.broadcast_to(x.astype(jnp.uint32)[:, None], (N, G)) for x in (prompt_id, occurrence)]
+    sample = jnp.broadcast_to(jnp.arange(G, dtype=jnp.uint32), (N, G))
+    words = jnp.stack([*same, *own, sample]).reshape(-1, N * G)
+    start = jnp.broadcast_to(jax.random.key(seed[0], impl="threefry2x32"), (N * G,))
+    # A scan, because XLA compiles a threefry for every fold written out, and that took seconds.
+    return jax.lax.scan(lambda key, word: (jax.vmap(jax.random.fold_in)(key, word), None), start, words)[0]
 
 
 def split_seed(seed: int) -> np.ndarray:
@@ -66,8 +67,7 @@ def uniforms(keys: Array, tokens: int) -> Array:
     All of a row's numbers are made before decoding: as one fused operation they cost next to nothing, inside the
     loop they would be a hundred tiny ones. 24 bits each, all that a float32 below 1 holds evenly.
     """
-    def one(key: Array, t: Array) -> Array:
-        return jax.random.bits(jax.random.fold_in(key, t), (), jnp.uint32)
-
-    bits = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, jnp.arange(tokens))
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+    # A folded key is the output of a threefry block: 32 random bits need no second one.
+    bits = jax.random.key_data(fold(keys, jnp.arange(tokens, dtype=jnp.uint32)))[..., 0]
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

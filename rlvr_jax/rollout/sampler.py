@@ -66,10 +66,10 @@ def generate(params: Any, cfg: DecoderConfig, sampling: SamplingParams, prompts:
     """
     B, R = u.shape
     G = B // prompts.shape[0]
-    if unroll:
-        params = unstack_layers(params, compute_dtype)
     head = head_matrix(params, cfg).astype(compute_dtype)
-    hidden, cache = _prefill(params, cfg, prompts, prompt_length, compute_dtype, unroll)
+    hidden, cache = _prefill(params, cfg, prompts, prompt_length, compute_dtype)
+    if unroll:
+        params, cache = unstack_layers(params, compute_dtype), _unstack_cache(cache)
     logits = jnp.repeat(_logits(hidden, head), G, axis=0)
     cache = grow(repeat_rows(cache, G), prompts.shape[1] + R)
     position = jnp.repeat(prompt_length, G)
@@ -86,16 +86,22 @@ def generate(params: Any, cfg: DecoderConfig, sampling: SamplingParams, prompts:
     return jax.lax.while_loop(lambda s: (s.t < R) & jnp.any(~s.done), step, state).out
 
 
-def _prefill(params: Any, cfg: DecoderConfig, prompts: Array, prompt_length: Array, dtype: Any,
-             unroll: bool) -> tuple[Array, KVCache]:
-    """Hidden state ``[N, D]`` of each prompt's last token, and the cache of the prompts."""
+def _prefill(params: Any, cfg: DecoderConfig, prompts: Array, prompt_length: Array, dtype: Any) -> tuple[Array, KVCache]:
+    """Hidden state ``[N, D]`` of each prompt's last token, and the stacked cache of the prompts.
+
+    The layers are scanned whatever decoding does: it runs once, and an unrolled one is slow to compile.
+    """
     N, P = prompts.shape
     t = jnp.arange(P, dtype=jnp.int32)
     positions = jnp.where(t < prompt_length[:, None], t, -1)
     hidden, cache = forward(params, cfg, prompts, positions, compute_dtype=dtype,
-                            cache=init_cache(cfg, N, P, dtype, stacked=not unroll))
+                            cache=init_cache(cfg, N, P, dtype, stacked=True))
     assert cache is not None
     return jnp.take_along_axis(hidden, (prompt_length - 1)[:, None, None], axis=1)[:, 0], cache
+
+
+def _unstack_cache(cache: KVCache) -> KVCache:
+    return cache.replace(k=tuple(cache.k), v=tuple(cache.v))
 
 
 def _logits(hidden: Array, head: Array) -> Array:
