@@ -60,7 +60,7 @@ def texts(rows, domain=None):
 # ---- sources and schemas ----
 
 SCHEMAS = {
-    "gsm8k": ({"question": "2+2?", "answer": "So #### 4"}, {"answer_after": "####"}, "2+2?", "4"),
+    "gsm8k": ({"question": "2+2?", "answer": "So #### 3, no: #### 4"}, {"answer_after": "####"}, "2+2?", "4"),
     "math": ({"problem": "2+2?", "answer": "4", "level": 1}, {}, "2+2?", "4"),
     "prompt": ({"prompt": "2+2?", "ground_truth": "4"}, {}, "2+2?", "4"),
     "number": ({"problem": "2+2?", "answer": 4.0}, {}, "2+2?", "4"),

@@ -185,6 +185,8 @@ def test_a_domains_order_depends_on_neither_proportions_nor_other_domains(number
     skewed, _ = draw(make({"c": c, "b": {**b, "weight": 3.0}, "a": a}), 120, p=[0.1, 0.6, 0.3])
     assert texts(alone) == texts(both, "a")[:20] == texts(skewed, "a")[:20]
     assert texts(both, "b")[:20] == texts(skewed, "b")[:20]
+    twice, _ = draw(make({"a": a, "b": a}), 40)
+    assert texts(twice, "a") != texts(twice, "b")  # two domains over one file do not walk in step
 
 
 def test_a_domain_smaller_than_the_batch_repeats_within_it(tmp_path):
