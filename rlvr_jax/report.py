@@ -41,13 +41,16 @@ LEARNING = (
     Chart("Accuracy on training prompts", ("accuracy/",), percent=True, note="share of samples that are right"),
     Chart("Response length", ("response/length_mean",), "tokens"),
     Chart("Truncated responses", ("response/truncated",), percent=True, note="ran into rollout.max_new_tokens"),
-    Chart("Entropy of the policy", ("entropy",), "nat"),
+    Chart("Entropy of the policy", ("entropy", "policy/entropy"), "nat"),
 )
 DATA = (
     Chart("Kept by the data strategies", ("kept/",), percent=True),
+    Chart("Groups with a gradient", ("effective/groups", "replay/effective_fraction", "replay/fresh_effective_fraction"), percent=True,
+          note="their samples differ in reward"),
+    Chart("Computed in the update", ("update/live_rows", "tokens/updated_share"), percent=True, note="what teaches nothing is skipped"),
     Chart("Domain mix", ("mix/",), percent=True, note="dashed: target, line: realised"),
     Chart("Weights of the strategies", ("strategy/weight_",)),
-    Chart("Effective sample size", ("strategy/ess",)),
+    Chart("Effective sample size", ("strategy/ess", "policy/is_ess"), percent=True, note="of the weights; 100% when all are equal"),
     Chart("Replay", ("replay/",)),
     Chart("Rows without a verdict", ("verify/unknown_share",), percent=True, note="they do not train"),
     Chart("Verifier, counts so far", ("verify/",), "rows", smooth=False),
@@ -55,6 +58,10 @@ DATA = (
 HEALTH = (
     Chart("Gradient norm", ("update/grad_norm",), log=True, note="before clipping"),
     Chart("Loss", ("update/loss",), note="near 0 by design: the gradient is what learns"),
+    Chart("Updates skipped", ("update/skipped_",), smooth=False, note="nothing to learn from, or a gradient that was not finite"),
+    Chart("Distance to the reference model", ("policy/kl",), "nat", note="Kullback-Leibler estimate per token"),
+    Chart("Ratio to the old policy", ("policy/ratio", "ratio/max"), log=True),
+    Chart("Clipped tokens", ("policy/clip_",), percent=True),
     Chart("Sampler against trainer", ("logprob_gap/",), "nat", log=True, note="difference of log-probabilities"),
     Chart("Lost metrics so far", ("metrics/",), smooth=False, note="values that were not finite, writes that failed"),
 )
