@@ -260,8 +260,7 @@ def test_laws(case):
 
 def test_padding_changes_nothing(case):
     """Padded groups and tokens, and whatever stands in unknown rows, even NaN."""
-    strategy, _, _ = case
-    apply = lambda s: np.array(strategy.apply(strategy.init(), s)[0])  # eager: one compilation less  # noqa: E731
+    _, apply, _ = case
     signals = make(13, 8, 5, ties=False)
     dirty = {}
     for name, x in arrays(signals).items():
@@ -274,8 +273,7 @@ def test_padding_changes_nothing(case):
     weights, padded = apply(signals), apply(Signals(**{k: jnp.asarray(v) for k, v in dirty.items()}))
     inner = (slice(8), slice(5), slice(7))[: weights.ndim]
     np.testing.assert_allclose(padded[inner], weights, rtol=1e-5)
-    padded[inner] = 0
-    assert not padded.any()
+    assert np.count_nonzero(padded) == np.count_nonzero(weights)
 
 
 def test_extremes_are_finite_and_nothing_live_is_all_zero(case):
