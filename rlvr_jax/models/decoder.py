@@ -204,11 +204,9 @@ def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: 
     k = constrain(apply_rope(k, step.cos, step.sin), "batch", "length", "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     if kv is not None and step.index is not None:
-        write = lambda old, new: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, step.index, 0))  # noqa: E731
-        full = write(kv[0], k), write(kv[1], v)
-        # The sliced read is written a second time: sliced after the write, XLA would copy the whole cache in every step.
-        k, v = full if step.read is None else (write(kv[0][:, :, : step.read], k), write(kv[1][:, :, : step.read], v))
-        k, v, kv = k.astype(x.dtype), v.astype(x.dtype), full
+        at = (0, 0, step.index, 0)
+        kv = tuple(jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at) for old, new in zip(kv, (k, v)))  # type: ignore[assignment]
+        k, v = (c[:, :, : step.read].astype(x.dtype) for c in kv)
     out = attention(q, k, v, step.mask).reshape(B, T, cfg.num_heads * cfg.head_dim)
     x = constrain(x + _project(out, w["wo"]), "batch", "length", None)
     h = rms_norm(x, w["mlp_norm"], cfg.rms_eps)
@@ -252,6 +250,8 @@ def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array,
         keeps below the cache's size) and read from. Its k and v are a tuple exactly when the layers are. A cached row
         holds one segment: ``segment_ids`` then only say which tokens are padding.
       cache_read: attend to the first ``cache_read`` columns only (static), when the caller knows the rest is empty.
+        For a prefill; in a decode step XLA's CPU backend fuses the write into the sliced read and then copies the
+        cache, so growing the cache between loops (``cache.grow``) is the cheaper bucket there.
       compute_dtype: dtype of the matmuls and of the result.
       remat: what the backward pass recomputes, as in ``config.Model.remat``.
 
