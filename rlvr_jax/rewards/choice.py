@@ -6,6 +6,9 @@ from typing import Any
 from rlvr_jax.rewards import extract
 from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
 
+WINDOW = 20_000
+"""Characters read, from the end."""
+
 _LABEL = re.compile(r"\b(answer|option|choice|ending|solution)\s?_?([1-9]\d?)\b", re.IGNORECASE)
 _WORDS = ("true", "false", "yes", "no")
 _MARKER = re.compile(
@@ -65,8 +68,9 @@ def chosen(text: str) -> str | None:
 
 def _plain(source: str) -> str:
     """TeX wrappers, box commands and dollar signs off."""
-    while (bare := _TEX.sub(r"\1", source)) != source:
-        source = bare
+    source = source[-WINDOW:]
+    for _ in range(4):  # \text{\textbf{(C)}} nests, but not for ever
+        source = _TEX.sub(r"\1", source)
     return source.replace("$", " ").replace("\\(", "(").replace("\\)", ")").replace("\\left", "").replace("\\right", "")
 
 

@@ -27,6 +27,8 @@ _RETRACTION = re.compile(r"\b(?:not|wait|but|actually|instead|wrong|no|then|so|f
 _JOINER = re.compile(r"\b(?:and|or)\b|,|;")
 _LONE = re.compile(r"\s*\\?[A-Za-z]+(?:\s*\(\s*[a-z]\s*\))?\s*|\s*[A-Za-z]_\{?\w\}?\s*")
 MAX_BETWEEN = 70
+WINDOW = 4000
+"""Characters searched for a formula or number after a marker, or at the end of a text without one."""
 
 
 def of_response(text: str) -> str | None:
@@ -50,7 +52,7 @@ def of_response(text: str) -> str | None:
         segment = region[last.end():]
         if last.re is _GSM:
             segment = segment.splitlines()[0]
-        return _leading(segment) if segment.strip() else None
+        return _leading(segment.strip()[:WINDOW]) if segment.strip() else None
     return _trailing(region)
 
 
@@ -145,7 +147,7 @@ def _after_is(sentence: str) -> str | None:
 
 def _trailing(text: str) -> str | None:
     """The last formula or number of a text."""
-    text = text.strip().strip("*_ ")
+    text = text.strip().strip("*_ ")[-WINDOW:]
     lines = [line.strip(" *_") for line in text.splitlines() if line.strip(" *_")]
     if not lines:
         return None

@@ -10,6 +10,8 @@ from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
 PAIRS = (("knight", "knave"), ("sage", "fool"), ("saint", "sinner"), ("angel", "devil"), ("hero", "villain"),
          ("altruist", "egoist"), ("pioneer", "laggard"), ("truth-teller", "liar"), ("truthteller", "liar"))
 MAX_PEOPLE = 50
+WINDOW = 10_000
+"""Characters read, from the end: the last statement decides."""
 
 _ROLE = "|".join(sorted({r for p in PAIRS for r in p}, key=len, reverse=True))
 _GOLD = re.compile(rf"([^\W\d_][\w'-]*)\s*(?:\bis\b|:|=|-)?\s*(?:\b(?:a|an|the)\b)?\s*\b({_ROLE})\b", re.IGNORECASE)
@@ -36,7 +38,7 @@ def verify(text: str, answer: Any, *, names: Iterable[str] | None = None, **_: A
     region = extract.final_region(text)
     if region is None:
         return wrong("the final answer is empty or unterminated")
-    said = statements(_HYPOTHESIS.sub(" ", region[0]), list(gold), set(gold.values()))
+    said = statements(_HYPOTHESIS.sub(" ", region[0][-WINDOW:]), list(gold), set(gold.values()))
     for name, role in gold.items():
         if said.get(name) != role:
             return wrong(f"{name}: {said.get(name) or 'not stated'}, solution {role}")
@@ -88,7 +90,7 @@ def statements(text: str, people: list[str], used: set[str]) -> dict[str, str]:
 def _patterns(name: str, role: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """``A (and B) is not a knight``, and ``knights: A, B``. Every repetition is bounded: the text is hostile."""
     group = rf"\b(?:{name})\b(?:\W{{1,6}}(?:and\W{{1,4}})?\b(?:{name})\b){{0,{MAX_PEOPLE}}}"
-    mark = r"[\s*_\"'`()]{0,8}"
+    mark = r"[\s*_\"'`()]{0,5}"
     verb = r"\b(?:is|are|was|were|must\s+be|has\s+to\s+be)\b"
     deny = r"\b(?:(?:is|are|was|were)n['’]?t|(?:is|are)\s+not|can(?:not|['’]t)\s+be)\b"
     link = rf"(?:(?P<no>{deny})|{verb}|:|=+>?|[-–—]+>?|→)?"

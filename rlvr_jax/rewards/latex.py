@@ -187,6 +187,11 @@ def oversized(s: str) -> str | None:
 
 
 def _powers(s: str) -> str | None:
+    for match in re.finditer(r"\^", s):
+        after = match.end()
+        after = _closing(s, after) + 1 if s[after: after + 1] == "{" else after + 1
+        if s[after: after + 1] == "^":
+            return "double superscript"  # a^b^c: nobody knows which of the two towers
     while True:
         s = re.sub(r"\{[({](\d+)[)}]\}|(?<=\^)\((\d+)\)", lambda m: f"{{{m.group(1) or m.group(2)}}}", s)
         match = re.search(r"(?<![\d.])(\d+)\^(?:\{(\d+)\}|(\d))(?!\d)", s)

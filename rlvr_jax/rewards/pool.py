@@ -39,7 +39,7 @@ class Pool:
     ``cpu_seconds`` is CPU time of the worker, so a busy machine changes no verdict; ``wall_seconds`` bounds a verifier that
     sleeps: it counts only time in which the worker does not want a core. A row whose worker was killed, crashed or ran out
     of memory is tried once more in a fresh worker, then becomes unknown. Workers start at the first job (or
-    :meth:`start`), in the background.
+    :meth:`start`), in the background, and import the verifiers named in ``preload`` before they take one.
 
     A callable that cannot be imported by name (lambda, closure, function of a notebook or ``__main__``) is run in the
     calling process when its job is submitted: exceptions are caught, but nothing can stop it if it hangs.
@@ -49,7 +49,8 @@ class Pool:
     """
 
     def __init__(self, workers: int = 2, cpu_seconds: float = 5.0, wall_seconds: float = 60.0,
-                 memory_mb: int = 4096) -> None:
+                 memory_mb: int = 4096, preload: Sequence[str] = ("math",)) -> None:
+        self._preload = tuple(preload)
         self._size, self._cpu, self._wall, self._memory = workers, cpu_seconds, wall_seconds, memory_mb
         self.counters: Counter[str] = Counter(
             {k: 0 for k in ("verified", "unknown", "errors", "timeouts", "crashes", "replaced")})
@@ -170,11 +171,11 @@ class Pool:
                 self._fail(f"the reward pool failed: {type(e).__name__}: {e}")
             finally:
                 for worker in workers:
-                    worker.kill(grace=0.0)
+                    worker.kill()
 
     def _round(self, selector: selectors.BaseSelector, workers: list[process.Process]) -> None:
         while len(workers) < self._size:
-            workers.append(process.Process(self._memory, self._cpu))
+            workers.append(process.Process(self._memory, self._cpu, self._preload))
             selector.register(workers[-1].socket, selectors.EVENT_READ, workers[-1])
         for worker in workers:
             self._dispatch(worker)
@@ -193,7 +194,7 @@ class Pool:
         for worker, (counter, reason) in lost.items():
             workers.remove(worker)
             selector.unregister(worker.socket)
-            worker.kill()
+            worker.kill(grace=0.5 if counter == "crashes" else 0.0)
             self._replace(worker, counter, reason if counter == "timeouts" else f"{reason} {worker.exit_reason()}")
 
     def _dispatch(self, worker: process.Process) -> None:

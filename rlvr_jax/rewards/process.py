@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rlvr_jax.rewards.worker import HEADER
@@ -28,13 +29,13 @@ class Process:
     waited for a core. A worker that is starved by a busy machine uses up neither, so load changes no verdict.
     """
 
-    def __init__(self, memory_mb: int, cpu_seconds: float) -> None:
+    def __init__(self, memory_mb: int, cpu_seconds: float, preload: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         # One thread of arithmetic per worker; a verifier that imports jax must not grab the trainer's accelerator.
         env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                             "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         arguments = json.dumps({"path": sys.path, "fd": theirs.fileno(), "parent": os.getpid(),
-                                "memory_mb": memory_mb, "cpu_seconds": cpu_seconds})
+                                "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "preload": list(preload)})
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
         self._popen = subprocess.Popen(
             [sys.executable, "-c", _RUN, arguments], pass_fds=[theirs.fileno()], env=env, start_new_session=True,
@@ -104,11 +105,11 @@ class Process:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return f"{reason}: {lines[-1]}" if lines else reason
 
-    def kill(self, grace: float = 0.2) -> None:
-        """Ends the worker and everything it started."""
+    def kill(self, grace: float = 0.0) -> None:
+        """Ends the worker and everything it started; within ``grace`` seconds it may exit with its own code."""
         self.socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=grace)  # one that is already dying keeps its own exit code
+            self._popen.wait(timeout=grace)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._popen.wait()
@@ -119,10 +120,18 @@ def pack(number: int, verifier: str, text: str, answer: Any, fields: dict[str, A
 
 
 def _cpu_seconds(pid: int) -> tuple[float, str]:
-    """CPU seconds of a process so far and its state letter; (0, 'S') where /proc is missing (macOS, or it is gone)."""
+    """CPU seconds of a process so far, and R if any of its threads runs or waits for a core, else S.
+
+    (0, S) where /proc is missing (macOS; there the worker's own RLIMIT_CPU holds) or the process is gone.
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
+        used = _stat(f"/proc/{pid}/stat")
+        states = [_stat(f"/proc/{pid}/task/{t}/stat")[0] for t in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return 0.0, "S"
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0].decode()
+    return (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK"), "R" if b"R" in states else "S"
+
+
+def _stat(path: str) -> list[bytes]:
+    with open(path, "rb") as f:
+        return f.read().rpartition(b")")[2].split()

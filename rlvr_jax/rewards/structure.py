@@ -10,7 +10,7 @@ Equal = Callable[[str, str], bool]
 MAX_ELEMENTS = 60
 _OPEN, _CLOSE = "([{", ")]}"
 _NAME = re.compile(
-    r"\s*(?:\\text\s*\{[^{}]*\}|\\?[A-Za-z]+(?:_\{?[\w,]+\}?)?'?(?:\s*\(\s*\\?[a-z](?:,\s*[a-z])*\s*\))?|\((?:\s*\\?[a-zA-Z](?:_\{?\w+\}?)?\s*,?)+\)"
+    r"\s*(?:\\text\s*\{[^{}]*\}|\\?[A-Za-z]+(?:_\{?[\w,]+\}?)?'?(?:\s*\(\s*\\?[a-z](?:,\s*[a-z])*\s*\))?|\(\s*\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:,\s*\\?[a-zA-Z]+(?:_\{?\w+\}?)?)*\s*\)"
     r"|[A-Z](?:_\{\w+\})?:[A-Z](?:_\{\w+\})?|[A-Z]_\{[A-Z]+\}:[A-Z])\s*")
 _MEMBER = re.compile(r"^\s*\\?[A-Za-z]\w*\s*\\in(?![a-z])\s*")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])")
@@ -174,6 +174,8 @@ def _same_set(gold: list[str], said: list[str], single: Equal) -> bool:
     left = list(dict.fromkeys(squeezed(g) for g in gold))
     right = list(dict.fromkeys(squeezed(s) for s in said))
     common = set(left) & set(right)
+    if len(right) > 2 * len(left) + 2:
+        return False  # a list of guesses
     left, right = [g for g in left if g not in common], [s for s in right if s not in common]
     return all(any(equal(g, s, single) for s in right or common) for g in left) and \
         all(any(equal(g, s, single) for g in left or common) for s in right)

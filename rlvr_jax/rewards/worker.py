@@ -24,13 +24,13 @@ HEADER = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
 
 
-def main(fd: int, parent: int, memory_mb: int, cpu_seconds: float) -> None:
+def main(fd: int, parent: int, memory_mb: int, cpu_seconds: float, preload: list[str]) -> None:
     """Serves jobs on the socket ``fd`` until it closes or ``parent`` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(parent)
     os.set_inheritable(fd, False)
     connection = socket.socket(fileno=fd)
-    _warm_up()
+    _warm_up(preload)
     _limit_memory(memory_mb)
     _silence()
     me = os.getpid()
@@ -106,10 +106,11 @@ def _die_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _warm_up() -> None:
-    """Import what most rows need, once, before the first row's clock runs."""
-    from rlvr_jax.rewards import math
-    math.warm_up()
+def _warm_up(preload: list[str]) -> None:
+    """Imports what rows need before their clocks run, and calls a ``warm_up`` beside the verifier if there is one."""
+    for name in preload:
+        function = registry.resolve(name)
+        getattr(sys.modules.get(function.__module__), "warm_up", lambda: None)()
 
 
 def _limit_memory(memory_mb: int) -> None:
