@@ -109,14 +109,15 @@ class LocalEngine:
           max_new_tokens: ``[B]`` limit of each row, at most the sampling parameters'.
 
         Returns:
-          B = N * G rows, on the device (not waited for). ``truncated`` are rows without an end token, whatever
+          B = N * G rows, on the device and not waited for, unless the batch had to be padded. ``truncated`` are rows without an end token, whatever
           stopped them; ``policy_step`` is ``step``.
 
         Raises:
           ValueError: no prompts, an empty or too long prompt, ids outside the vocabulary, lengths that do not match.
         """
         N = len(prompts)
-        P = self._check(prompts, prompt_id, domain, G)
+        occurrence = keys.occurrences(prompt_id) if occurrence is None else occurrence
+        P = self._check(prompts, prompt_id, domain, occurrence, G)
         T = self.total_length or P + self.sampling.max_new_tokens
         rows = self._pad(N, G)
         tokens = np.zeros((rows, P), np.int32)
@@ -126,14 +127,15 @@ class LocalEngine:
         longest = int(length.max())
         if longest + self.sampling.max_new_tokens > T:
             raise ValueError(f"total_length {T} is less than the longest prompt {longest} + max_new_tokens {self.sampling.max_new_tokens}")
-        occurrence = keys.occurrences(prompt_id) if occurrence is None else occurrence
         per_prompt = [tokens, length, *(_fill(x, rows) for x in (prompt_id, occurrence, domain))]
         cap = _fill(self._caps(max_new_tokens, N * G), rows * G)
         with jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext():
             rollout, nonfinite = self._run(params, *self._place(per_prompt, cap), keys.split_seed(seed),
                                            np.int32(step), G=G, T=T)
         self._nonfinite.append(nonfinite)
-        return rollout if rows == N else jax.tree.map(lambda x: x[: N * G], rollout)
+        if len(self._nonfinite) > 8:  # finished long ago: nothing waits
+            self._nonfinite_total += int(self._nonfinite.pop(0))
+        return rollout if rows == N else jax.tree.map(lambda x: _first_rows(x, N * G), rollout)
 
     def _traced(self, params: Any, tokens: Array, length: Array, prompt_id: Array, occurrence: Array, domain: Array,
                 cap: Array, seed: Array, step: Array, *, G: int, T: int) -> tuple[Rollout, Array]:
@@ -153,13 +155,13 @@ class LocalEngine:
             entropy=None if out.entropy is None else place(out.entropy), truncated=~out.ended, prompt_id=rep(prompt_id), domain=rep(domain),
             policy_step=jnp.full_like(row_length, step)), jnp.sum(out.nonfinite)
 
-    def _check(self, prompts: Sequence[Sequence[int]], prompt_id: Any, domain: Any, G: int) -> int:
+    def _check(self, prompts: Sequence[Sequence[int]], prompt_id: Any, domain: Any, occurrence: Any, G: int) -> int:
         """The bucket of the longest prompt, after all that the caller may get wrong."""
         N = len(prompts)
         if N == 0 or G < 1:
             raise ValueError(f"nothing to sample: {N} prompts, {G} samples each; both must be at least 1")
-        if len(prompt_id) != N or len(domain) != N:
-            raise ValueError(f"{N} prompts, but {len(prompt_id)} prompt ids and {len(domain)} domains; give one each")
+        if {len(prompt_id), len(domain), len(occurrence)} != {N}:
+            raise ValueError(f"{N} prompts, but {len(prompt_id)} prompt ids, {len(domain)} domains and {len(occurrence)} occurrences; give one each")
         for i, p in enumerate(prompts):
             if len(p) == 0:
                 raise ValueError(f"prompt {i} is empty; a prompt needs at least one token (a BOS, say)")
@@ -196,6 +198,11 @@ class LocalEngine:
         split = len(per_prompt[0]) % ways == 0
         axes = lambda x: ("batch" if split else None, *(None,) * (x.ndim - 1))  # noqa: E731
         return [jax.device_put(x, named(self.mesh, *axes(x))) for x in per_prompt] + [jax.device_put(cap, named(self.mesh, "batch"))]
+
+
+def _first_rows(x: Array, rows: int) -> Any:
+    """Cut on the host where that is possible: a device would compile a slice for every number of rows."""
+    return np.asarray(x)[:rows] if x.is_fully_addressable else x[:rows]
 
 
 def _fill(x: Any, rows: int) -> np.ndarray:

@@ -71,7 +71,7 @@ def generate(params: Any, cfg: DecoderConfig, sampling: SamplingParams, prompts:
     if unroll:
         params, cache = unstack_layers(params, compute_dtype), _unstack_cache(cache)
     logits = jnp.repeat(_logits(hidden, head), G, axis=0)
-    cache = grow(repeat_rows(cache, G), prompts.shape[1] + R)
+    cache = _split_rows(grow(repeat_rows(cache, G), prompts.shape[1] + R))
     position = jnp.repeat(prompt_length, G)
 
     state = _Loop(t=jnp.int32(0), token=jnp.zeros(B, jnp.int32), done=cap <= 0, out=_empty(B, R, sampling), cache=cache)
@@ -102,6 +102,14 @@ def _prefill(params: Any, cfg: DecoderConfig, prompts: Array, prompt_length: Arr
 
 def _unstack_cache(cache: KVCache) -> KVCache:
     return cache.replace(k=tuple(cache.k), v=tuple(cache.v))
+
+
+def _split_rows(cache: KVCache) -> KVCache:
+    """On a mesh, rows go over the data axes: said here, because the prompts may have been too few to be split."""
+    axes = ("batch", "kv_heads", "length", "head_dim")
+    split = lambda x: constrain(x, *(axes if x.ndim == 4 else ("layers", *axes)))  # noqa: E731
+    return cache.replace(k=jax.tree.map(split, cache.k), v=jax.tree.map(split, cache.v),
+                         position=constrain(cache.position, "batch", "length"))
 
 
 def _logits(hidden: Array, head: Array) -> Array:
