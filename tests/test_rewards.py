@@ -1,5 +1,6 @@
 """Verifiers: field reports and public cases, a table of our own, attacks, policies."""
 
+import itertools
 import json
 import math as pymath
 import threading
@@ -150,7 +151,7 @@ def test_real_data_answers_itself(pool, shared):
     rows = [json.loads(line)["answer"] for line in (shared / "data/math500/test.jsonl").open()]
     rows = [r for r in rows if not r.isdigit()][:60]
     assert misjudged(pool, [Job("math", f"Thus $\\boxed{{{r}}}$.", r) for r in rows], [True] * len(rows)) == []
-    other = pool.score([Job("math", f"\\boxed{{{a}}}", b) for a, b in zip(rows, rows[1:])])
+    other = pool.score([Job("math", f"\\boxed{{{a}}}", b) for a, b in itertools.pairwise(rows)])
     assert [v.detail for v in other if v.status != "wrong"] == []
     people = [json.loads(line) for p in sorted((shared / "data/knights_and_knaves/test").iterdir()) for line in p.open()][::23]
     for row in people:
