@@ -98,6 +98,7 @@ class _Loop:
         self.decode = part.decoder_of(parts.tokenizer)
         self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
         self.stop_signal: int | None = None
+        self.clock: list[float] = []  # of the running step: rollout begins, ends; verdicts in; update done
 
     def __enter__(self) -> "_Loop":
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)} if _in_main_thread() else {}
@@ -183,10 +184,13 @@ class _Loop:
         """One step of the flow; returns metrics whose device part is still being computed."""
         config, step = self.config, record.step
         G = config.rollout.samples_per_prompt
-        clock = [time.monotonic()]
-        tick = lambda: clock.append(time.monotonic())  # noqa: E731
         proportions = self.parts.mixer.proportions(record.mixer, step)
         rows, record.data = self.parts.dataset.train.take(record.data, config.train.prompts_per_step, proportions)
+        # The next prompts were drawn while the device still updated; from here on its time is the rollout's.
+        jax.block_until_ready(state.params)
+        self.clock.append(time.monotonic())
+        clock = self.clock = [time.monotonic()]
+        tick = lambda: clock.append(time.monotonic())  # noqa: E731
         rollout = self.engine.generate(state.params, [list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]),
                                        np.array([r.domain for r in rows]), G, config.seed, step)
         rollout = jax.tree.map(np.asarray, rollout)
@@ -217,7 +221,8 @@ class _Loop:
     def _write(self, writer: metric.Writer, progress: metric.Progress, record: Record, step: int, values: dict[str, Any]) -> None:
         sums, clock = values.pop("sums"), values.pop("clock")
         sums = jax.device_get(sums)
-        clock.append(time.monotonic())
+        if len(clock) < 4:
+            clock.append(time.monotonic())
         values |= metric.means(sums)
         record.updated_tokens += int(values["tokens/updated"])
         values |= {"time/rollout": clock[1] - clock[0], "time/verify": clock[2] - clock[1], "time/update": clock[3] - clock[2],
