@@ -181,7 +181,7 @@ def oversized(s: str) -> str | None:
         loose = match.group(2) and re.search(r"\^|\\cdot|\\times|\d{4}", s[max(0, match.start() - 40): match.start(3)])
         if len(match.group(3)) > 2 or int(match.group(1) or 0) > MAX_FACTORIAL or loose:
             return "factorial too large"
-    if any(int(n) > 10**6 for n in re.findall(r"\\binom\s*\{\s*(\d+)", s)):
+    if re.search(r"\\binom\s*(?:\d{5}|\{[^{}]*(?:\^|\d{5}|\\))", s):
         return "binomial too large"
     return _powers(s.replace(" ", ""))
 
