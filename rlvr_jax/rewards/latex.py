@@ -194,14 +194,14 @@ def _powers(s: str) -> str | None:
             return "double superscript"  # a^b^c: nobody knows which of the two towers
     while True:
         s = re.sub(r"\{[({](\d+)[)}]\}|(?<=\^)\((\d+)\)", lambda m: f"{{{m.group(1) or m.group(2)}}}", s)
-        match = re.search(r"(?<![\d.])(\d+)\^(?:\{(\d+)\}|(\d))(?!\d)", s)
-        if match is None:
+        power = re.search(r"(?<![\d.])(\d+)\^(?:\{(\d+)\}|(\d))(?!\d)", s)
+        if power is None:
             break
-        base, exponent = int(match.group(1)), int(match.group(2) or match.group(3))
+        base, exponent = int(power.group(1)), int(power.group(2) or power.group(3))
         if exponent * len(str(base)) > MAX_POWER_DIGITS and base > 1:
             return "power too large"
         value = base**exponent if exponent * len(str(base)) < MAX_DIGITS else 10**MAX_DIGITS
-        s = s[: match.start()] + str(value) + s[match.end():]
+        s = s[: power.start()] + str(value) + s[power.end():]
     for match in re.finditer(r"\^\{", s):
         inner = s[match.end(): _closing(s, match.end() - 1)]
         size = 1
