@@ -273,7 +273,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    return yaml.load(text, _Loader)
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

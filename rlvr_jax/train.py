@@ -23,7 +23,8 @@ import numpy as np
 from rlvr_jax import config as configs
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
-from rlvr_jax import replay, report, strategies as strategy_room
+from rlvr_jax import replay, report
+from rlvr_jax import strategies as strategy_room
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.config import Config, ConfigError
 from rlvr_jax.evaluate import Score, evaluate, response_texts
@@ -121,7 +122,7 @@ class _Loop:
         state, host, record = self._start()
         base = record.seconds
         ref_params = self.parts.params() if config.algorithm.kl_coef else None
-        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None)
+        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None, enabled=jax.process_index() == 0)
         pending: tuple[int, dict[str, Any]] | None = None
         with writer, metric.Progress(config.train.steps, record.step) as progress:
             if not record.eval and config.eval.prompts_per_domain:
@@ -161,7 +162,9 @@ class _Loop:
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
-            state, host, got = self.checkpoints.restore(abstract, host) or (None, {}, {})
+            restored = self.checkpoints.restore(abstract, host)
+            assert restored is not None  # its record has just been read
+            state, host, got = restored
             record = Record(**got["record"])
             record.data = parts.dataset.train.restore(record.data)
             record.resumed_from_step = record.step
@@ -169,14 +172,15 @@ class _Loop:
             return state, host, record
         self.run_dir.mkdir(parents=True, exist_ok=True)
         metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
+        metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
         parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
         state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
     def _fresh_host(self) -> dict[str, Any]:
-        if self.config.replay is None:
-            return {}
         c = self.config
+        if c.replay is None:
+            return {}
         return {"replay": replay.init(c.replay.capacity or c.train.prompts_per_step, c.rollout.samples_per_prompt, part.row_length(c),
                                       entropy=self.engine.sampling.record_entropy)}
 
@@ -264,7 +268,7 @@ def abstract_state(parts: part.Parts, optimizer: Any, strategy: Any) -> TrainSta
     from rlvr_jax.models.decoder import abstract_params
 
     params = abstract_params(parts.model)
-    shapes = TrainState(step=jax.ShapeDtypeStruct((), np.int32), params=params, opt_state=jax.eval_shape(optimizer.init, params),
+    shapes = TrainState(step=jax.eval_shape(lambda: jax.numpy.zeros((), np.int32)), params=params, opt_state=jax.eval_shape(optimizer.init, params),
                         strategy_state=jax.eval_shape(strategy.init))
     where = state_shardings(params, parts.model, optimizer, strategy, parts.mesh)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
@@ -294,7 +298,8 @@ def restore_params(parts: part.Parts, which: str) -> Any:
     return got[0].params
 
 
-def to_batch(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, valid: np.ndarray, domain: np.ndarray) -> UpdateBatch:
+def to_batch(rollout: Rollout, reward: Any, correct: Any, valid: Any, domain: Any) -> UpdateBatch:
+    """Fresh rows and their verdicts, as NumPy arrays: ``reward, correct, valid [B]``, ``domain [N]``."""
     return UpdateBatch(
         tokens=rollout.tokens, prompt_length=rollout.prompt_length, response_length=rollout.response_length, logprob=rollout.logprob,
         behavior_logprob=rollout.behavior_logprob, entropy=rollout.entropy, reward=reward, valid=valid, correct=correct,
@@ -341,7 +346,7 @@ def _rollout_metrics(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, 
     return values
 
 
-def _mix_metrics(rows: Sequence[Any], proportions: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+def _mix_metrics(rows: Sequence[Any], proportions: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     if len(names) < 2:
         return {}
     realised = np.bincount([r.domain for r in rows], minlength=len(names)) / len(rows)
@@ -382,8 +387,8 @@ class _CompileCount:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, name: str, seconds: float, **_: Any) -> None:
-        self.count += name == "/jax/core/compile/backend_compile_duration"
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_event)

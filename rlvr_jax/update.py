@@ -71,7 +71,7 @@ def state_shardings(params: Any, model: DecoderConfig, optimizer: optax.Gradient
     of_params, whole = shardings(mesh, param_axes(model), params), named(mesh)
     opt_shape = jax.eval_shape(optimizer.init, params)
     of_opt = optax.tree_utils.tree_map_params(optimizer, lambda _, s: s, opt_shape, of_params, transform_non_params=lambda _: whole)
-    return TrainState(step=whole, params=of_params, opt_state=of_opt,
+    return TrainState(step=whole, params=of_params, opt_state=of_opt,  # type: ignore[arg-type]  # a tree of shardings
                       strategy_state=jax.tree.map(lambda _: whole, jax.eval_shape(strategy.init)))
 
 
@@ -202,7 +202,7 @@ def _plan_metrics(plan: Plan, effective: Array, batch: UpdateBatch, G: int) -> M
 def _gradients(params, batch, plan, rows, old, ref_params, model, config, micro, temperature):
     """Gradient of the mean loss over the selected rows, summed over live micro-batches; (grads, stats, any live)."""
     algo = config.algorithm
-    B, T = batch.tokens.shape
+    B = batch.tokens.shape[0]
     denominator = plan.mask & rows[:, None]
     if algo.loss_denominator == "kept":
         denominator &= plan.weight > 0

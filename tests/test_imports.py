@@ -19,8 +19,8 @@ TIERS = (
     {"types", "config", "sharding", "kernels", "records", "page"},
     {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "checkpoint"},
     {"losses", "rollout", "report"},
-    {"update", "parts"},
-    {"train", "evaluate", "compare", "plan", "sft"},
+    {"update", "parts", "evaluate"},
+    {"train", "compare", "plan", "sft"},
     {"cli"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
@@ -159,4 +159,5 @@ def test_top_level_is_fixed():
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     tracked = {name.split("/")[0] for name in listed.stdout.splitlines()}
-    assert {name for name in tracked if not name.startswith(".")} == TOP_LEVEL
+    found = {name for name in tracked if not name.startswith(".")}
+    assert found <= TOP_LEVEL and found >= TOP_LEVEL - {"tpu_scripts"}  # git tracks no empty folder

@@ -112,7 +112,7 @@ def test_killed_and_started_again_is_the_same_run(whole, tmp_path, tmp_path_fact
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(whole, tmp_path, tmp_path_factory):
-    config, run, printed = whole
+    config, _, printed = whole
     mine = tmp_path / "run"
     process = subprocess.Popen(command(config, mine, "train.save_every=100", "train.eval_every=3"), env=environment(tmp_path_factory), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while steps_logged(mine) < 1 and process.poll() is None:

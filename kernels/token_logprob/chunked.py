@@ -18,11 +18,13 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from rlvr_jax.sharding import RULES
-
 from .reference import accumulation_dtype
 
 Array = jax.Array
+
+# The trainer's mesh axes, where a mesh is set: rows go over the first two, the vocabulary over the third.
+BATCH_AXES = ("data", "fsdp")
+VOCAB_AXIS = "tensor"
 
 LOGITS_PER_CHUNK = 2**24
 """64 MiB of float32 logits: large enough to keep a matmul busy, small beside any model with such a vocabulary."""
@@ -127,7 +129,7 @@ def _backward(static: Static, saved: Any, cotangents: tuple[Array, Array]) -> tu
         return (_put(d_hidden, d_h.astype(hidden.dtype), at),
                 d_head + jnp.einsum("scv,scd->svd", d_z, h, preferred_element_type=dtype))
 
-    zero_head = _over_batch(jnp.zeros((static.shards, *head.shape), dtype), static.shards, RULES["vocab"])
+    zero_head = _over_batch(jnp.zeros((static.shards, *head.shape), dtype), static.shards, VOCAB_AXIS)
     d_hidden, d_head = lax.fori_loop(0, count, turn, (_over_batch(jnp.zeros_like(hidden), static.shards), zero_head))
     return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype), None, None
 
@@ -171,7 +173,7 @@ def _batch_shards(tokens: int) -> int:
     """Devices the tokens are split over; 1 where they do not divide (the compiler then lays them out as it likes)."""
     sizes = _auto_axes()
     shards = 1
-    for name in RULES["batch"] or ():
+    for name in BATCH_AXES:
         shards *= sizes.get(name, 1)
     return shards if tokens % shards == 0 else 1
 
@@ -182,7 +184,7 @@ def _over_batch(x: Array, shards: int, second: Any = None) -> Array:
     if not axes or shards == 1:
         return x
     second = second if second in axes else None
-    return lax.with_sharding_constraint(x, P(tuple(a for a in RULES["batch"] or () if a in axes), second))
+    return lax.with_sharding_constraint(x, P(tuple(a for a in BATCH_AXES if a in axes), second))
 
 
 def _gathered(head: Array, shards: int) -> Array:
@@ -190,4 +192,4 @@ def _gathered(head: Array, shards: int) -> Array:
     axes = _auto_axes()
     if not axes or shards == 1:
         return head
-    return lax.with_sharding_constraint(head, P(RULES["vocab"] if RULES["vocab"] in axes else None, None))
+    return lax.with_sharding_constraint(head, P(VOCAB_AXIS if VOCAB_AXIS in axes else None, None))

@@ -23,7 +23,7 @@ class Mixer(NamedTuple):
     proportions: Callable[[State, int], np.ndarray]
 
 
-def static(weights: Sequence[float]) -> Mixer:
+def static(weights: Sequence[float] | np.ndarray) -> Mixer:
     """The given ratio, always. Has no floor: a ratio that the user states is what the user gets."""
     p = np.asarray(weights, np.float64)
     if p.ndim != 1 or p.size == 0 or not np.all(np.isfinite(p)) or np.any(p < 0) or p.sum() <= 0:
@@ -32,7 +32,7 @@ def static(weights: Sequence[float]) -> Mixer:
     return Mixer(init=dict, observe=lambda state, domain, values: state, proportions=lambda state, step: p.copy())
 
 
-def build_mixer(name: str, weights: Sequence[float]) -> Mixer:
+def build_mixer(name: str, weights: Sequence[float] | np.ndarray) -> Mixer:
     """The mixer of ``data.mixer.name`` over domains with these prior weights.
 
     Raises:
