@@ -80,7 +80,7 @@ class Parts:
 def row_length(config: Config) -> int:
     """T of a training row; the longest prompt and response, rounded up so that it tiles."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens
-    return -(-longest // 16) * 16
+    return -(-longest // 8) * 8
 
 
 @contextlib.contextmanager

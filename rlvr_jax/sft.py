@@ -5,6 +5,7 @@ negative log-probability over response tokens, the end token included; prompts a
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def _measure(parts: part.Parts, params: Any) -> dict[str, Any]:
 
     def judge(rows: Sequence[Any], texts: list[str]) -> Any:
         for row, text in zip(rows, texts):
-            formatted[names[row.domain]].append("</answer>" in text or "\\boxed{" in text)
+            formatted[names[row.domain]].append(_in_format(row, text))
         return parts.judge(rows, texts)
 
     sampled = parts.config.model_copy(update={"eval": e.model_copy(update={"temperature": r.temperature})})
@@ -152,3 +153,10 @@ def _measure(parts: part.Parts, params: Any) -> dict[str, Any]:
     scores = evaluate(engine, params, parts.dataset.eval, judge, decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
     return {"accuracy": {n: s.accuracy for n, s in scores.items()}, "in_format": {n: float(np.mean(f)) for n, f in formatted.items() if f},
             "response_length": {n: s.tokens / max(s.total, 1) for n, s in scores.items()}, "truncated": {n: s.truncated / max(s.total, 1) for n, s in scores.items()}}
+
+
+def _in_format(row: Any, text: str) -> bool:
+    """Whether a verifier finds an answer to judge, right or wrong: everyone called knight or knave, or a closed answer."""
+    if "names" in row.fields:
+        return all(re.search(rf"\b{re.escape(n)} is a kn(ight|ave)\b", text) for n in row.fields["names"])
+    return re.search(r"<answer>.+</answer>|\\boxed\{[^{}]+\}", text) is not None

@@ -6,7 +6,7 @@ replaying it. Prompts and worked solutions are short: a model of a million param
 
 import difflib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,11 @@ class Problem:
     parts: dict[str, Any] = field(default_factory=dict)
 
 
-def arithmetic(rng: random.Random, digits: Any = (1, 3), ops: str = "+-*") -> Problem:
+def arithmetic(rng: random.Random, digits: Any = (1, 3), ops: str = "+-*", work: float = 1.0) -> Problem:
     """Two operands, each of ``digits`` = [least, most] digits; differences are never negative.
 
     The solution goes column by column from the right with carries (sums), borrows (differences), or by partial
-    products, and ends in a box.
+    products, and ends in a box. ``work``: share of solutions that show this work, the others are the box alone.
     """
     low, high = _range("digits", digits, 1, 9)
     op = rng.choice(_ops(ops, "+-*"))
@@ -38,7 +38,7 @@ def arithmetic(rng: random.Random, digits: Any = (1, 3), ops: str = "+-*") -> Pr
     if op == "-" and a < b:
         a, b = b, a
     answer = {"+": a + b, "-": a - b, "*": a * b}[op]
-    steps = {"+": _add, "-": _subtract, "*": _multiply}[op](a, b)
+    steps = {"+": _add, "-": _subtract, "*": _multiply}[op](a, b) if _shown(rng, work) else []
     return Problem(f"{a}{op}{b}=?", str(answer), "math", "\n".join([*steps, f"\\boxed{{{answer}}}"]),
                    parts={"a": a, "op": op, "b": b})
 
@@ -84,10 +84,11 @@ def _multiply(a: int, b: int) -> list[str]:
 
 
 def countdown(rng: random.Random, numbers: Any = (3, 4), max_number: int = 20, max_target: int = 100,
-              ops: str = "+-*/") -> Problem:
+              ops: str = "+-*/", work: float = 1.0) -> Problem:
     """``numbers`` = [least, most] numbers from 1 to ``max_number``, each to be used exactly once.
 
-    Built from its own solution, so it is always solvable; every intermediate result is a positive integer.
+    Built from its own solution, so it is always solvable; every intermediate result is a positive integer. A share
+    ``work`` of the solutions names them before the expression.
 
     Raises:
       DataError: no such problem exists (or is too rare to be found) for these arguments.
@@ -104,7 +105,7 @@ def countdown(rng: random.Random, numbers: Any = (3, 4), max_number: int = 20, m
             shown = ", ".join(map(str, rng.sample(drawn, len(drawn))))
             return Problem(
                 f"Make {target} from {shown}.", str(target), "countdown",
-                "\n".join([*steps, f"<answer>{expression}</answer>"]),
+                "\n".join([*(steps if _shown(rng, work) else []), f"<answer>{expression}</answer>"]),
                 {"numbers": [int(x) for x in shown.split(", ")], "target": target})
     raise DataError(f"task countdown: found no solvable problem with numbers={numbers} max_number={max_number} max_target={max_target} ops='{ops}'; widen them")
 
@@ -134,10 +135,12 @@ Claim = tuple[str, int, int, bool, bool]
 flag says whether the claim is 'same' or 'different'."""
 
 
-def knights(rng: random.Random, people: Any = (2, 3)) -> Problem:
+def knights(rng: random.Random, people: Any = (2, 3), work: float = 0.0) -> Problem:
     """Knights tell the truth, knaves lie; everyone says one thing; exactly one assignment fits.
 
-    ``people`` = [least, most], 2 to 4. Claims: is a knight/knave, are the same/different, and, or.
+    ``people`` = [least, most], 2 to 4. Claims: is a knight/knave, are the same/different, and, or. A share ``work`` of the
+    solutions tries the assignments in order, a line each: who would be a knight (T, F), then which claims would be
+    true; the line where both agree is the answer.
     """
     low, high = _range("people", people, 2, 4)
     n = rng.randint(low, high)
@@ -150,7 +153,19 @@ def knights(rng: random.Random, people: Any = (2, 3)) -> Problem:
     said = " ".join(f"{names[i]}: {_say(c, names)}." for i, c in enumerate(claims))
     parts = [f"{name} is a {'knight' if solutions[0] >> i & 1 else 'knave'}" for i, name in enumerate(names)]
     answer = f"{', '.join(parts[:-1])}, and {parts[-1]}."
-    return Problem(said, answer, "knights", answer, {"names": list(names)})
+    tried = range(2**n - 1, solutions[0] - 1, -1) if _shown(rng, work) else ()
+    lines = [f"{_flags(s >> i & 1 for i in range(n))} {_flags(holds(c, s) for c in claims)}" for s in tried]
+    return Problem(said, answer, "knights", "\n".join([*lines, answer]), {"names": list(names)})
+
+
+def _flags(values: Iterable[int | bool]) -> str:
+    return "".join("T" if v else "F" for v in values)
+
+
+def _shown(rng: random.Random, work: Any) -> bool:
+    if not isinstance(work, int | float) or not 0 <= work <= 1:
+        raise DataError(f"task argument work is a share between 0 and 1, found {work!r}")
+    return rng.random() < work
 
 
 def _claim(rng: random.Random, speaker: int, n: int) -> Claim:
