@@ -1,5 +1,6 @@
 """Keys and draws: what makes a sample reproducible, and that it comes from the distribution it claims."""
 
+import functools
 import math
 
 import jax
@@ -17,8 +18,13 @@ V = 97
 # --- keys ---
 
 
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _uniforms(seed, step, ids, occurrence, g, n):
+    return keys.uniforms(keys.row_keys(seed, step, ids, occurrence, g), n)
+
+
 def numbers(seed=0, step=0, ids=(5, 9), occurrence=(0, 0), g=2, n=3):
-    return np.asarray(keys.uniforms(keys.row_keys(keys.split_seed(seed), np.int32(step), jnp.array(ids), jnp.array(occurrence), g), n))
+    return np.asarray(_uniforms(keys.split_seed(seed), np.int32(step), np.array(ids), np.array(occurrence), g, n))
 
 
 def test_every_part_of_the_key_matters_and_nothing_else_does():
@@ -65,13 +71,13 @@ TRUNCATIONS = [SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temper
                SamplingParams(top_p=1e-6), SamplingParams(top_k=1)]
 
 
-@pytest.mark.parametrize("params", TRUNCATIONS, ids=lambda p: f"T{p.temperature}k{p.top_k}p{p.top_p}")
-@pytest.mark.parametrize("vocab", [5, 300])
-def test_sampled_frequencies_and_kept_set_match_the_exact_distribution(params, vocab):
-    """Chi-square over 20,000 draws; exp(behaviour logprob) is the exact probability and sums to 1 over the kept set."""
+@pytest.mark.parametrize("vocab, params", [*((300, p) for p in TRUNCATIONS), (5, TRUNCATIONS[2]), (5, TRUNCATIONS[3])],
+                         ids=lambda x: x if isinstance(x, int) else f"T{x.temperature}k{x.top_k}p{x.top_p}")
+def test_sampled_frequencies_and_kept_set_match_the_exact_distribution(vocab, params):
+    """Chi-square over 8,000 draws; exp(behaviour logprob) is the exact probability and sums to 1 over the kept set."""
     z = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32) * 2
     exact = kept_set(z, params)
-    n = 20_000
+    n = 8_000
     u = jax.random.uniform(jax.random.key(1), (n,))
     d = draw(jnp.broadcast_to(z, (n, vocab)), u, params)
     count = np.bincount(np.asarray(d.token), minlength=vocab)
@@ -112,7 +118,7 @@ def test_ties_are_broken_by_the_lower_id():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([1, 2, 127, 128, 129, 640, 700]),
+@given(st.integers(0, 10**6), st.sampled_from([1, 127, 128, 129, 700]),
        st.sampled_from([0.0, 2.0**-24, 0.5, 1 - 2.0**-24, 1.0]))
 def test_no_token_of_probability_zero_or_outside_the_vocabulary_is_ever_drawn(seed, vocab, u):
     rng = np.random.default_rng(seed)
