@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlvr-jax", description="Reinforcement learning with verifiable rewards, in JAX.")
+    parser = argparse.ArgumentParser(prog="rlvr-jax", description="Reinforcement learning with verifiable rewards, in JAX.",
+                                     epilog="examples:\n  rlvr-jax train configs/quickstart.yaml\n  rlvr-jax COMMAND --help", formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str, config: bool = False) -> argparse.ArgumentParser:

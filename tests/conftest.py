@@ -24,3 +24,19 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no real data: {SHARED} is missing (set RLVR_SHARED)")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Hugging Face folder: two layers of random weights (it knows nothing) and a tokenizer of 300 ids."""
+    import jax
+
+    from rlvr_jax.config import Sft
+    from rlvr_jax.models import hf, scratch
+    from rlvr_jax.models.decoder import init_params
+
+    folder = tmp_path_factory.mktemp("tiny")
+    shape = Sft(vocab_size=300, layers=2, width=32, ffn=64, heads=4, kv_heads=2)
+    scratch.write_folder(folder / "shape", shape, ["12+34=46", "27+45=72"])
+    cfg = hf.load_config(folder / "shape")
+    return hf.export(folder / "model", init_params(cfg, jax.random.key(0)), cfg, source_folder=folder / "shape")

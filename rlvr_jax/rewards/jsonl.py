@@ -30,6 +30,10 @@ class PoolConfig(Protocol):
 def verify_file(path: str | os.PathLike[str], pool: PoolConfig) -> Iterator[dict[str, Any]]:
     """Scores rows ``{task, gold, answer, numbers?, target?, ...}``, where ``answer`` is the response and ``gold`` the solution.
 
+    Args:
+      path: JSONL file; ``-`` is standard input.
+      pool: the config section ``pool``.
+
     Yields:
       ``{"status", "reward", "detail"}`` per row, in order. A row that cannot be used gives unknown, its detail starts
       with the line number. Blank lines are no rows.
@@ -38,7 +42,8 @@ def verify_file(path: str | os.PathLike[str], pool: PoolConfig) -> Iterator[dict
       ConfigError: the file cannot be read.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below, after the error is told)
+        stdin = path == "-"
+        file = open(0 if stdin else path, "rb", closefd=not stdin)  # noqa: SIM115 (closed below, after the error is told)
     except OSError as e:
         raise registry.config_error(f"'{path}' cannot be read: {e.strerror}") from None
     waiting: deque[tuple[int, int | Verdict]] = deque()
