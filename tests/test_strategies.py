@@ -144,7 +144,7 @@ REFERENCES = [
 def test_equals_numpy(items, reference):
     strategy = build([items])
     apply = jax.jit(strategy.apply)
-    shapes = ((2, False), (5, True), (32, False)) if isinstance(items, str) else ((8, True),)
+    shapes = ((2, False), (5, True)) if isinstance(items, str) else ((32, False),)  # one compilation each
     for (G, per_token), seed in itertools.product(shapes, range(6)):
         signals = make(seed, 6, G, ties=seed % 2 == 0, per_token=per_token)
         got, _ = apply(strategy.init(), signals)
@@ -223,10 +223,8 @@ def test_round_is_half_to_even_and_ties_go_to_the_first():
 
 LAWS = [
     *([name] for name in preset_table.PRESETS),
-    [{"select": "band", "score": "entropy", "low": 0.5, "high": 1.5}], [{"select": "top_k", "score": "advantage_magnitude", "by": "score"}],
-    [{"select": "top_fraction", "score": "reward_std"}], [{"reweight": "power", "score": "token_prob"}],
-    [{"reweight": "quantile_band", "score": "entropy"}], [{"reweight": "damp", "score": "solve_rate"}],
-    [], ["softmax", "per", "ar"], ["gfpo", {"select": "top_fraction", "score": "entropy"}, "diffband"],
+    [{"select": "band", "score": "entropy", "low": 0.5, "high": 1.5}], [{"reweight": "quantile_band", "score": "token_prob"}],
+    [], ["gfpo", {"select": "top_fraction", "score": "entropy"}, "diffband"],
     [{"chain": ["difffilter", "softmax"], "renormalise": False}, {"ar": {"every": 2}}],
 ]
 
