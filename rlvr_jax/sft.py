@@ -75,7 +75,7 @@ def _fit(parts: part.Parts, params: Any, run_dir: Path) -> tuple[Any, float]:
     opt_state = jax.jit(optimizer.init)(params)
     step_fn = make_step(parts.model, optimizer, jnp.dtype(config.model.compute_dtype), config.model.remat)
     state, dropped, loss = parts.dataset.train.init(), 0, float("nan")
-    fields = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"))
+    fields = (("loss", "loss", ".4f"),)
     with metric.Writer(run_dir) as writer, metric.Progress(s.steps, description="sft", fields=fields) as progress, jax.set_mesh(parts.mesh):
         for i in range(s.steps):
             rows: list[tuple[list[int], list[int]]] = []
