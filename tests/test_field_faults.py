@@ -142,6 +142,7 @@ def short_is_good(text: str, answer: str, **fields) -> float:
     return len(text) % 3 / 2
 
 
+@pytest.mark.slow  # three runs, each compiling its own update
 def test_resume_with_two_updates_per_batch(tmp_path, tiny_model):
     """[tunix #2290, ms-swift PR #10113] the position in the data counts prompts: neither samples nor optimizer steps."""
     whole = train(small(tmp_path / "whole", tiny_model, updates_per_batch=2), rewards=[short_is_good])
