@@ -1,5 +1,7 @@
 """token_logprob: reference against autodiff in float64, chunked against the reference, memory, skipping, sharding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +28,18 @@ def problem(tokens, V, D, seed=0, dtype=np.float64, weights="random", scale=1.0)
 
 def value_and_grads(fn, p, temperature=0.7, with_entropy=True, **kw):
     """(logprob, entropy), (d_hidden, d_head) for the cotangents of the problem."""
+    run = _compiled(fn, temperature, with_entropy, tuple(kw.items()))
+    return run(*(jnp.asarray(p[k]) for k in ("hidden", "head", "targets", "live", "g", "ge")))
 
+
+@functools.cache
+def _compiled(fn, temperature, with_entropy, kw):
     @jax.jit  # with everything as an argument: constants of this size would be folded at compile time, for minutes
     def run(hidden, head, targets, live, g, ge):
-        out, pull = jax.vjp(lambda h, w: fn(h, w, targets, live, temperature=temperature, with_entropy=with_entropy, **kw), hidden, head)
+        out, pull = jax.vjp(lambda h, w: fn(h, w, targets, live, temperature=temperature, with_entropy=with_entropy, **dict(kw)), hidden, head)
         return out, pull(tuple(None if o is None else x.astype(o.dtype) for o, x in zip(out, (g, ge))))
 
-    return run(*(jnp.asarray(p[k]) for k in ("hidden", "head", "targets", "live", "g", "ge")))
+    return run
 
 
 def truth(p, **kw):
@@ -76,7 +83,7 @@ def test_chunked_in_float64_equals_the_reference():
             assert a.dtype == jnp.float64 and relative(a, b) < 1e-12
 
 
-SIZES = [(1, 513, 64), (7, 513, 64), (1000, 513, 64), (7, 49152, 16), (330, 49152, 4), (7, 151936, 8)]
+SIZES = [(1, 513, 64), (1000, 513, 64), (330, 49152, 4), (7, 151936, 8)]
 
 
 @pytest.mark.parametrize("tokens,V,D", SIZES)
