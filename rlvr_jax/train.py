@@ -5,6 +5,7 @@ same mesh and backend: everything that decides is in the checkpoint or a functio
 """
 
 import contextlib
+import copy
 import fcntl
 import hashlib
 import logging
@@ -249,7 +250,8 @@ class _Loop:
 
     def _save(self, state: TrainState, host: dict[str, Any], record: Record) -> None:
         scores = record.eval.get(str(record.step))
-        saved = {"record": record.__dict__, "config": self.config.model_dump(mode="json")}
+        # A copy: the save goes on in the background while the next step changes the record.
+        saved = {"record": copy.deepcopy(record.__dict__), "config": self.config.model_dump(mode="json")}
         self.checkpoints.save(record.step, state, host, saved, None if not scores else float(np.mean(list(scores.values()))))
 
     def _summary(self, state: TrainState, record: Record) -> dict[str, Any]:
