@@ -104,7 +104,7 @@ def test_aggregations():
         assert float(jnp.sum(per_token * losses.token_scale(name, jnp.asarray(mask), counts, 50))) == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize("aggregation, objective", zip(AGGREGATIONS, OBJECTIVES))
+@pytest.mark.parametrize("aggregation, objective", list(zip(AGGREGATIONS, OBJECTIVES)))
 def test_gradients_do_not_depend_on_micro_batches(aggregation, objective):
     # trl 3021, verl 5625 and 3741, levanter 842: ragged rows, global counts.
     x = batch(mask=MASK)

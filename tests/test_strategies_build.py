@@ -1,5 +1,6 @@
 """Composition, YAML forms, error messages, and a user's own strategy."""
 
+import re
 import textwrap
 from functools import partial
 from importlib import metadata
@@ -170,7 +171,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("items,message", MISTAKES, ids=[str(i)[:60] for i, _ in MISTAKES])
+@pytest.mark.parametrize("items,message", MISTAKES, ids=[re.sub(r" at 0x\w+", "", str(i))[:60] for i, _ in MISTAKES])
 def test_mistakes_are_one_line(items, message):
     with pytest.raises(ValueError) as e:
         build(items)

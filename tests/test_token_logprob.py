@@ -265,7 +265,7 @@ def test_sharded_equals_one_device(tokens, mesh_known):
 
 
 def test_sharded_pass_moves_no_logits_and_no_head_gradient_per_chunk():
-    tokens, V, D = 8192, 1024, 16
+    tokens, V, D = 8192, 1536, 16  # V is no chunk's size, so that shapes tell them apart
     mesh = make_mesh(2, 2, 2)
 
     def shape(size, dtype, *spec):

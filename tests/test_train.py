@@ -152,6 +152,7 @@ def test_the_python_api_takes_functions_and_strategies(tmp_path):
     assert 0 < last["reward/mean"] < 0.5 and last["kept/rows"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_max_seconds_stops_and_saves(tmp_path):
     tree = {**TINY, "run_dir": str(tmp_path / "run"), "eval": {"prompts_per_domain": 0}, "train": {**TINY["train"], "max_seconds": 0.001}}
     first = train(tree)

@@ -66,8 +66,7 @@ def distance(a, b):
 KINDS = [{}, {"aggregation": "sequence_mean"}, {"aggregation": "sequence_sum_const", "advantage": "dr_grpo"}, {"loss_denominator": "all"}]
 
 
-@pytest.mark.parametrize("algorithm", KINDS, ids=str)
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(("algorithm", "micro"), [(KINDS[0], 1), (KINDS[0], 2), *((k, 2) for k in KINDS[1:])], ids=str)
 def test_any_micro_batch_gives_the_same_gradient(algorithm, micro):
     _, whole, _ = run(a_config(algorithm=algorithm), a_batch())
     _, parts, _ = run(a_config(micro=micro, algorithm=algorithm), a_batch())
@@ -114,22 +113,25 @@ def test_dropped_rows_leave_the_denominator():
 
 
 def test_a_token_weight_reaches_the_gradient():
-    _, plain, _ = run(a_config(), a_batch())
-    _, damped, sums = run(a_config(), a_batch(), strategy_list=["ar"])
+    probable = np.random.default_rng(1).uniform(-6, 0, (N * G, P + R)).astype(np.float32)
+    _, plain, _ = run(a_config(), a_batch(logprob=probable))
+    _, damped, sums = run(a_config(), a_batch(logprob=probable), strategy_list=["ar"])
     assert distance(plain, damped) > 1e-3
     assert sums["strategy/weight_mean"][0] / sums["strategy/weight_mean"][1] == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("changes", [
-    {"reward": np.zeros(N * G, np.float32)}, {"reward": np.full(N * G, 0.1, np.float32)}, {"valid": np.zeros(N * G, bool)},
-    {"response_length": np.zeros(N * G, np.int32)}])
-def test_nothing_to_learn_is_a_defined_step(changes):
-    before = init_params(MODEL, KEY)
-    state, _, sums = run(a_config(), a_batch(**changes))
-    assert sums["update/skipped_empty"][0] == 1 and int(state.step) == 1
-    assert all(np.isfinite(v) for pair in sums.values() for v in pair)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.params)))
-    assert int(state.opt_state[1][0].count) == 0
+def test_nothing_to_learn_is_a_defined_step():
+    config, before = a_config(), init_params(MODEL, KEY)
+    strategy, optimizer, mesh = strategies.build([]), make_optimizer(config.optimizer, 10), make_mesh()
+    update = make_update(MODEL, config, strategy, optimizer, mesh)
+    for changes in ({"reward": np.zeros(N * G, np.float32)}, {"reward": np.full(N * G, 0.1, np.float32)}, {"valid": np.zeros(N * G, bool)},
+                    {"response_length": np.zeros(N * G, np.int32)}):
+        state, pairs = update(init_state(init_params(MODEL, KEY), MODEL, optimizer, strategy, mesh), a_batch(**changes), KEY)
+        sums = {k: (float(s), float(c)) for k, (s, c) in pairs.items()}
+        assert sums["update/skipped_empty"][0] == 1 and int(state.step) == 1, changes
+        assert all(np.isfinite(v) for pair in sums.values() for v in pair), changes
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.params))), changes
+        assert int(state.opt_state[1][0].count) == 0, changes
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
@@ -209,7 +211,8 @@ def test_truncated_rows_can_be_masked():
 def test_no_recompilation_when_the_live_share_changes():
     config = a_config(micro=4)
     strategy, optimizer, mesh = strategies.build(["difffilter"]), make_optimizer(config.optimizer, 10), make_mesh()
-    state = init_state(init_params(MODEL, KEY), MODEL, optimizer, strategy, mesh)
+    params = jax.device_put(init_params(MODEL, KEY), shardings(mesh, param_axes(MODEL)))  # as a model is loaded
+    state = init_state(params, MODEL, optimizer, strategy, mesh)
     update = make_update(MODEL, config, strategy, optimizer, mesh)
     rng = np.random.default_rng(0)
     sizes = set()
@@ -235,5 +238,5 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(capsys):
     small, large, few = temporaries(4096, 16), temporaries(65536, 16), temporaries(65536, 2)
     with capsys.disabled():
         print(f"\nupdate temporaries, MiB: V=4096 {small / 2**20:.1f}, V=65536 {large / 2**20:.1f}, V=65536 with 1/8 of the tokens {few / 2**20:.1f}")
-    logits = 16 * 128 * 65536 * 4
-    assert large < logits / 4
+    logits = 16 * 128 * 65536 * 4  # of one micro-batch: 512 MiB; what is held is one chunk's, forward and backward
+    assert large < logits / 3 and large - few < logits / 16
