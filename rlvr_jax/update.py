@@ -18,7 +18,7 @@ from rlvr_jax.advantages import advantages, effective_groups
 from rlvr_jax.config import Algorithm, Config
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.kernels.token_logprob.api import token_logprob
-from rlvr_jax.models.decoder import DecoderConfig, forward, head_matrix, param_axes
+from rlvr_jax.models.decoder import DecoderConfig, abstract_params, forward, head_matrix, param_axes
 from rlvr_jax.sharding import constrain, named, shardings
 from rlvr_jax.types import Array, Signals, TrainState, UpdateBatch, response_mask
 
@@ -83,8 +83,10 @@ def make_update(model: DecoderConfig, config: Config, strategy: Any, optimizer: 
     ``{name: (sum, count)}``. The state is donated. A batch in which nothing is kept, or a gradient that is not
     finite, leaves parameters and optimizer untouched and is counted.
     """
+    # The state leaves with the shardings it came with: were they the compiler's choice, the second step would compile anew.
+    where = state_shardings(abstract_params(model), model, optimizer, strategy, mesh)
     jitted = jax.jit(lambda s, b, k, r: _update(s, b, k, r, model=model, config=config, strategy=strategy, optimizer=optimizer),
-                     donate_argnums=0)
+                     donate_argnums=0, out_shardings=(where, named(mesh)))
 
     def update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any = None) -> tuple[TrainState, Metrics]:
         if (ref_params is None) != (config.algorithm.kl_coef == 0):
