@@ -130,7 +130,7 @@ def _eval(args: argparse.Namespace) -> None:
                 done[0] += n
                 progress.update(done[0])
 
-            scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, part.decoder_of(parts.tokenizer),
+            scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, parts.tokenizer.decode,
                               samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
     print(json.dumps({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
                              "tokens_mean": s.tokens / max(s.total, 1)} for name, s in scores.items()}))
@@ -157,7 +157,7 @@ def _generate(args: argparse.Namespace) -> None:
             for i in range(0, len(prompts), size):
                 batch = prompts[i:i + size]
                 rollout = engine.generate(params, ids[i:i + size], np.array([prompt_id("", p) for p in batch]), np.zeros(len(batch), np.int32), args.n, config.seed, i)
-                texts = response_texts(rollout, part.decoder_of(parts.tokenizer))
+                texts = response_texts(rollout, parts.tokenizer.decode)
                 for b, text in enumerate(texts):
                     print(json.dumps({"prompt": batch[b // args.n], "sample": b % args.n, "response": text, "tokens": int(rollout.response_length[b]),
                                       "truncated": bool(rollout.truncated[b]), "logprob": round(float(rollout.logprob[b].sum()), 4)}), flush=True)

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.resources
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,3 @@ class Judge:
 
     def __exit__(self, *error: object) -> None:
         self.pool.close()
-
-
-def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    return lambda ids: tokenizer.decode(list(ids))

@@ -139,7 +139,7 @@ def _measure(parts: part.Parts, params: Any) -> dict[str, Any]:
     e, r = parts.config.eval, parts.config.rollout
     if e.prompts_per_domain == 0:
         return {}
-    decode = part.decoder_of(parts.tokenizer)
+    decode = parts.tokenizer.decode
     formatted: dict[str, list[bool]] = {name: [] for name in parts.dataset.eval}
     names = list(parts.dataset.names)
 

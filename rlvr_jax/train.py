@@ -97,7 +97,7 @@ class _Loop:
         self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
         self.engine = parts.engine(record_entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
-        self.decode = part.decoder_of(parts.tokenizer)
+        self.decode = parts.tokenizer.decode
         self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
         self.stop_signal: int | None = None
         self.clock: list[float] = []  # of the running step: rollout begins, ends; verdicts in; update done

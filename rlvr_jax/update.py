@@ -233,7 +233,7 @@ def _gradients(params, batch, plan, rows, old, ref_params, model, config, micro,
         grads, stats = carry
         at = jax.lax.dynamic_slice(order, (i * micro,), (micro,))
         (_, s), g = jax.value_and_grad(loss_fn, has_aux=True)(params, at % B, at < B)
-        return jax.tree.map(jnp.add, grads, g), {k: _combine(k, stats[k], s[k]) for k in s}
+        return jax.tree.map(jnp.add, grads, g), losses.merge_stats(stats, s)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     shape = jax.eval_shape(lambda: loss_fn(params, order[:micro] % B, order[:micro] < B)[1])
@@ -243,13 +243,8 @@ def _gradients(params, batch, plan, rows, old, ref_params, model, config, micro,
     return grads, stats, trips > 0
 
 
-def _combine(name: str, a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Sums add up, except under a name that ends in '_max'."""
-    return (jnp.maximum(a[0], b[0]), jnp.maximum(a[1], b[1])) if name.endswith("_max") else (a[0] + b[0], a[1] + b[1])
-
-
 def _merge(name: str, sums: Array, counts: Array) -> tuple[Array, Array]:
-    """The same over the mini-batches of one rollout, stacked on axis 0."""
+    """``losses.merge_stats`` over the mini-batches of one rollout, stacked on axis 0."""
     return (jnp.max(sums), jnp.max(counts)) if name.endswith("_max") else (jnp.sum(sums), jnp.sum(counts))
 
 
