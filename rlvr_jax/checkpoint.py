@@ -8,12 +8,19 @@ folder that is renamed when whole, so a run that is killed while saving finds it
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+
+from rlvr_jax import strategies as strategy_room
+from rlvr_jax.config import ConfigError
+from rlvr_jax.state import abstract_state, make_optimizer
+
+if TYPE_CHECKING:
+    from rlvr_jax.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +97,30 @@ class Checkpoints:
 
     def close(self) -> None:
         self.manager.close()
+
+
+def restore_params(parts: "Parts", which: str) -> Any:
+    """Parameters of a checkpoint of the config's run.
+
+    Args:
+      which: 'best' by evaluation, 'last', or a step.
+
+    Raises:
+      ConfigError: there is no such checkpoint.
+    """
+    config = parts.config
+    folder = Path(config.run_dir or "runs/default")
+    checkpoints = Checkpoints(folder, config.train.max_to_keep, read_only=True)
+    steps = checkpoints.manager.all_steps()
+    step = {"best": checkpoints.best_step, "last": checkpoints.manager.latest_step}.get(which, lambda: int(which) if which.isdigit() else None)()
+    if step is None or step not in steps:
+        raise ConfigError(f"no checkpoint '{which}' in {folder}; there are {sorted(steps) or 'none'} (best, last or a step)")
+    strategy = strategy_room.build(list(config.strategies))
+    optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
+    got = checkpoints.restore(abstract_state(parts.model, optimizer, strategy, parts.mesh), {}, step)
+    checkpoints.close()
+    assert got is not None
+    return got[0].params
 
 
 def _accuracy(metrics: Any) -> float:

@@ -165,7 +165,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _weights(parts: Any, checkpoint: str | None) -> Any:
-    from rlvr_jax.train import restore_params
+    from rlvr_jax.checkpoint import restore_params
 
     return parts.params() if checkpoint is None else restore_params(parts, checkpoint)
 
@@ -173,8 +173,8 @@ def _weights(parts: Any, checkpoint: str | None) -> Any:
 def _export(args: argparse.Namespace) -> None:
     from rlvr_jax import config as configs
     from rlvr_jax import parts as part
+    from rlvr_jax.checkpoint import restore_params
     from rlvr_jax.models import hf
-    from rlvr_jax.train import restore_params
 
     if not (Path(args.run_dir) / "config.yaml").is_file():
         raise ValueError(f"'{args.run_dir}' is no run folder: it has no config.yaml")

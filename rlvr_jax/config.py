@@ -107,7 +107,7 @@ class Pool(Strict):
     wall_seconds: float = pydantic.Field(60.0, gt=0)
     """Bound for a verifier that sleeps: time in which its worker does not want a core."""
     memory_mb: int = pydantic.Field(4096, ge=0)
-    """Address space of a worker; 0 = no limit (a verifier that imports jax or torch needs more than 4096)."""
+    """Address space a worker may take on top of what its imports took; 0 = no limit."""
 
 
 class Algorithm(Strict):
@@ -168,7 +168,9 @@ class Train(Strict):
     updates_per_batch: int = pydantic.Field(1, ge=1)
     """Mini-batches of one rollout, each an optimizer step; > 1 computes logprob_old first."""
     micro_batch: int = pydantic.Field(16, ge=1)
-    """Rows per forward and backward pass, over all devices."""
+    """Rows of full length per forward and backward pass, over all devices."""
+    packing: bool = True
+    """Lay short rows end to end, so that padding is not computed; false: one row per sequence, for comparison."""
     save_every: int = pydantic.Field(50, ge=1)
     eval_every: int = pydantic.Field(50, ge=1)
     max_to_keep: int = pydantic.Field(2, ge=1)

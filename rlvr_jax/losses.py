@@ -27,25 +27,47 @@ def bounded_log_ratio(numerator: Array, denominator: Array, mask: Array) -> Arra
 
     Bounded before any exp, so that value and gradient stay finite; beyond the bound the gradient is 0.
     """
-    difference = jnp.where(mask, numerator.astype(jnp.float32) - denominator.astype(jnp.float32), 0)
+    difference = jnp.where(mask, numerator - denominator, 0)
     return jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def row_mean(x: Array, mask: Array) -> Array:
-    """``[B, T] -> [B, 1]``: mean over the row's masked tokens, 0 for a row without any."""
-    total = jnp.sum(jnp.where(mask, x, 0), axis=1, keepdims=True)
-    return total / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+class Rows(NamedTuple):
+    """Which row each entry of an array belongs to, where rows are not an axis: ``row`` ids of the array's shape, in
+    ``[0, number)``; anything else belongs to no row."""
+
+    row: Array
+    number: int
+
+
+def row_sum(x: Array, mask: Array, rows: Rows | None = None) -> Array:
+    """Sum over the row's masked tokens, given to each of them. Rows are the last axis, unless ``rows`` says otherwise."""
+    x = jnp.where(mask, x, 0)
+    if rows is None:
+        return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
+    total = jax.ops.segment_sum(x.reshape(-1), rows.row.reshape(-1), rows.number)
+    return jnp.take(total, rows.row, mode="fill", fill_value=0)
+
+
+def row_mean(x: Array, mask: Array, rows: Rows | None = None) -> Array:
+    """Mean over the row's masked tokens, given to each of them; 0 for a row without any."""
+    return row_sum(x, mask, rows) / jnp.maximum(row_sum(mask.astype(x.dtype), mask, rows), 1)
+
+
+def _spread(x: Array, like: Array) -> Array:
+    """A value per row as a value per token."""
+    return x[:, None] if x.ndim < like.ndim else x
 
 
 def importance_weight(old_logprob: Array, behavior_logprob: Array, mask: Array, *, level: str = "token",
-                      cap: float | None = None, fresh: Array | None = None) -> tuple[Array, Array]:
+                      cap: float | None = None, fresh: Array | None = None, rows: Rows | None = None) -> tuple[Array, Array]:
     """``w = stop_grad(exp(old - behaviour))``, the correction for rows another policy sampled (arXiv 2110.00641).
 
     Args:
       old_logprob, behavior_logprob, mask: ``[B, T]``.
       level: 'token', or one weight per row: 'sequence_mean' (geometric mean of the ratios), 'sequence_sum' (product).
       cap: upper bound of w, or None.
-      fresh: ``[B] bool`` rows where w is set to exactly 1, or None.
+      fresh: ``[B]`` or ``[B, T] bool`` where w is set to exactly 1, or None.
+      rows: where rows are not the last axis.
 
     Returns:
       ``(w [B, T], capped [B, T] bool)``; outside ``mask`` 1 and False.
@@ -55,14 +77,13 @@ def importance_weight(old_logprob: Array, behavior_logprob: Array, mask: Array, 
     """
     log_ratio = bounded_log_ratio(old_logprob, behavior_logprob, mask)
     if level == "sequence_mean":
-        log_ratio = jnp.broadcast_to(row_mean(log_ratio, mask), log_ratio.shape)
+        log_ratio = row_mean(log_ratio, mask, rows)
     elif level == "sequence_sum":
         # From the raw differences: bounding each token first would hide how far apart the policies are.
-        total = jnp.sum(jnp.where(mask, old_logprob - behavior_logprob, 0), axis=1, keepdims=True)
-        log_ratio = jnp.broadcast_to(jnp.clip(total, -LOG_RATIO_BOUND, LOG_RATIO_BOUND), log_ratio.shape)
+        log_ratio = jnp.clip(row_sum(old_logprob - behavior_logprob, mask, rows), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     elif level != "token":
         raise ValueError(f"importance weight level '{level}' is not known; use token, sequence_mean or sequence_sum")
-    needed = mask if fresh is None else mask & ~fresh[:, None]
+    needed = mask if fresh is None else mask & ~_spread(fresh, mask)
     w = jnp.where(needed, jnp.exp(log_ratio), 1)
     capped = jnp.zeros(w.shape, bool) if cap is None else w > cap
     return jax.lax.stop_gradient(w if cap is None else jnp.where(needed, jnp.minimum(w, cap), 1)), capped & needed
@@ -137,10 +158,15 @@ def token_scale(aggregation: str, mask: Array, counts: Counts, max_length: int) 
     raise ValueError(f"aggregation '{aggregation}' is not known; use token_mean, sequence_mean or sequence_sum_const")
 
 
+def needs_whole_rows(cfg: Algorithm) -> bool:
+    """Whether a token's loss depends on the log-probabilities of the other tokens of its row."""
+    return cfg.objective == "gspo" or cfg.is_level != "token"
+
+
 def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array | None, advantage: Array, weight: Array,
                      mask: Array, old_logprob: Array | None = None, ref_logprob: Array | None = None,
                      entropy: Array | None = None, on_policy: Array | None = None, fresh: Array | None = None,
-                     sampler_logprob: Array | None = None) -> tuple[Array, Stats]:
+                     sampler_logprob: Array | None = None, rows: Rows | None = None) -> tuple[Array, Stats]:
     """Loss of each token: ``-weight * w * surrogate + kl_coef * KL - entropy_coef * entropy``.
 
     Args:
@@ -153,10 +179,11 @@ def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array 
       old_logprob: ``[B, T]`` of the proximal policy; None means the policy itself (one update per batch, ratio 1).
       ref_logprob: ``[B, T]``, needed if ``kl_coef > 0`` and the KL is in the loss.
       entropy: ``[B, T]``, needed if ``entropy_coef > 0``.
-      on_policy: ``[B] bool`` rows whose importance weight is exactly 1 (fresh, and sampled without truncation).
-      fresh: ``[B] bool`` rows the current weights sampled: ``logprob_gap`` is measured on them. Default: all.
+      on_policy: ``[B]`` or ``[B, T] bool``: the importance weight is exactly 1 (fresh, and sampled without truncation).
+      fresh: ``[B]`` or ``[B, T] bool``: sampled by the current weights; ``logprob_gap`` is measured there. Default: all.
       sampler_logprob: ``[B, T]`` full-softmax logprob the sampler stored, for ``logprob_gap``; default
         ``behavior_logprob``.
+      rows: where rows are not the last axis (packed rows); the arrays may then have any shape, all the same.
 
     Returns:
       ``(per_token_loss [B, T], statistics)``; the loss is 0 outside ``mask`` and on dropped tokens. Statistics are
@@ -166,21 +193,19 @@ def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array 
       ValueError: an input that the configuration needs is missing.
     """
     live = mask.astype(bool) & (weight != 0)
-    logprob = logprob.astype(jnp.float32)
     fixed = jax.lax.stop_gradient(logprob)
     old = fixed if old_logprob is None else jax.lax.stop_gradient(old_logprob)
-    advantage = advantage[:, None] if advantage.ndim == 1 else advantage
-    advantage = jnp.where(live, advantage, 0).astype(jnp.float32)
+    advantage = jnp.where(live, _spread(advantage, live), 0).astype(jnp.float32)
     w, capped = jnp.ones(logprob.shape, jnp.float32), jnp.zeros(logprob.shape, bool)
     if behavior_logprob is not None:
-        w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, fresh=on_policy)
-    surrogate, ratio = _surrogate(cfg, logprob, fixed, old, advantage, live)
+        w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, fresh=on_policy, rows=rows)
+    surrogate, ratio = _surrogate(cfg, logprob, fixed, old, advantage, live, rows)
     loss = -jnp.where(live, weight, 0) * w * surrogate
     stats = _ratio_stats(cfg, jax.lax.stop_gradient(ratio), advantage, live)
     stats |= {"is_weight": _total(w, live), "is_weight_sq": _total(w**2, live), "is_capped": _total(capped, live)}
     stored = behavior_logprob if sampler_logprob is None else sampler_logprob
     if stored is not None:
-        stats |= _gap_stats(old, stored, live if fresh is None else live & fresh[:, None])
+        stats |= _gap_stats(old, stored, live if fresh is None else live & _spread(fresh, live))
     if ref_logprob is not None:
         kl = kl_estimate(cfg.kl_estimator, logprob, jax.lax.stop_gradient(ref_logprob), live)
         stats["kl"] = _total(kl, live)
@@ -195,7 +220,7 @@ def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array 
     return loss, stats
 
 
-def _surrogate(cfg: Algorithm, logprob: Array, fixed: Array, old: Array, advantage: Array, live: Array) -> tuple[Array, Array]:
+def _surrogate(cfg: Algorithm, logprob: Array, fixed: Array, old: Array, advantage: Array, live: Array, rows: Rows | None) -> tuple[Array, Array]:
     """(what is maximised, ratio), both ``[B, T]``."""
     if cfg.objective == "cispo":
         ratio = jnp.exp(bounded_log_ratio(fixed, old, live))
@@ -205,7 +230,7 @@ def _surrogate(cfg: Algorithm, logprob: Array, fixed: Array, old: Array, advanta
     if cfg.objective == "gspo":
         # The row's ratio as the value, each token's own log-probability as the gradient: with one advantage per row this
         # is the sequence objective of arXiv 2507.18071, and token weights keep their meaning.
-        sequence = row_mean(jax.lax.stop_gradient(log_ratio), live)
+        sequence = row_mean(jax.lax.stop_gradient(log_ratio), live, rows)
         log_ratio = jnp.where(live, sequence + logprob - fixed, 0)
     ratio = jnp.exp(log_ratio)
     return clipped_surrogate(ratio, advantage, cfg.clip_low, cfg.clip_high, cfg.dual_clip), ratio

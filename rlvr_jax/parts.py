@@ -115,23 +115,43 @@ class Judge:
             first = source.order[0]
             for entry in self.recipes[-1]:
                 (verifier, _), = entry.items()
-                registry.check(first.verifier if verifier == "verifier" else verifier, first.fields)
+                registry.check(self._verifier(first, verifier), first.fields)
         self.threshold = config.algorithm.success_threshold
+        self.reasons: dict[str, int] = {}
         c = config.pool
-        self.pool = pools.Pool(c.workers, c.cpu_seconds, c.wall_seconds, c.memory_mb)
+        names = {registry.reference(self._verifier(source.order[0], v)) for source, recipe in zip(dataset.train.sources, self.recipes) for e in recipe for v in e}
+        # Imported before the first row: a module that fails in a worker stops the run instead of judging every row unknown.
+        self.pool = pools.Pool(c.workers, c.cpu_seconds, c.wall_seconds, c.memory_mb, preload=sorted(n for n in names if n))
         self.pool.start()
 
     def __call__(self, rows: Sequence[Any], texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``(reward [B] float32, correct [B] bool, valid [B] bool)``; an unknown verdict has reward 0 and is not valid."""
-        jobs = [pools.Job(row.verifier if verifier == "verifier" else verifier, text, row.answer, row.fields)
+        """``(reward [B] float32, correct [B] bool, valid [B] bool)``; an unknown verdict has reward 0 and is not valid.
+
+        Why answers were unknown is counted in ``reasons`` (detail -> rows) until :meth:`take_reasons`.
+        """
+        jobs = [pools.Job(self._verifier(row, verifier), text, row.answer, row.fields)
                 for row, text in zip(rows, texts) for entry in self.recipes[row.domain] for verifier in entry]
-        verdicts = iter(self.pool.score(jobs))
+        scored = self.pool.score(jobs)
+        for verdict in scored:
+            if verdict.status == "unknown" and (verdict.detail in self.reasons or len(self.reasons) < 100):
+                self.reasons[verdict.detail] = self.reasons.get(verdict.detail, 0) + 1
+        verdicts = iter(scored)
         out = []
         for row in rows:
             recipe = self.recipes[row.domain]
             out.append(registry.combine(recipe, [next(verdicts) for _ in recipe], self.threshold))
         reward, correct, valid = zip(*out) if out else ((), (), ())
         return np.array(reward, np.float32), np.array(correct, bool), np.array(valid, bool)
+
+    def take_reasons(self) -> dict[str, int]:
+        """Details of the unknown verdicts since the last call, the most frequent first."""
+        taken, self.reasons = self.reasons, {}
+        return dict(sorted(taken.items(), key=lambda item: -item[1]))
+
+    @staticmethod
+    def _verifier(row: Any, verifier: Any) -> Any:
+        """``verifier`` stands for what the row (its data set or task) asks for."""
+        return row.verifier if verifier == "verifier" else verifier
 
     def __enter__(self) -> "Judge":
         return self

@@ -26,8 +26,8 @@ from rlvr_jax.kernels.token_logprob.api import token_logprob
 from rlvr_jax.models import hf, scratch
 from rlvr_jax.models.decoder import DecoderConfig, forward, head_matrix, init_params, param_axes
 from rlvr_jax.sharding import named, shardings
+from rlvr_jax.state import make_optimizer
 from rlvr_jax.types import response_mask
-from rlvr_jax.update import make_optimizer
 
 Pair = tuple[list[dict[str, Any]], str]
 

@@ -4,16 +4,13 @@ Killed at any instant and started again with the same command, a run goes on to 
 same mesh and backend: everything that decides is in the checkpoint or a function of (seed, step).
 """
 
-import contextlib
 import copy
-import fcntl
-import hashlib
 import logging
 import signal
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,19 +22,17 @@ from rlvr_jax import config as configs
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
 from rlvr_jax import replay, report
+from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.checkpoint import Checkpoints
-from rlvr_jax.config import Config, ConfigError
-from rlvr_jax.evaluate import Score, evaluate, response_texts
+from rlvr_jax.config import Config
+from rlvr_jax.evaluate import evaluate, response_texts
+from rlvr_jax.run_folder import only_one, refuse_changes
+from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
 from rlvr_jax.types import Rollout, TrainState, UpdateBatch
-from rlvr_jax.update import init_state, make_optimizer, make_update, state_shardings
+from rlvr_jax.update import make_update
 
 log = logging.getLogger(__name__)
-
-# Sections that may change between a run and its continuation; any other change would make it another experiment.
-MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
-              "train.max_seconds", "train.samples_every")
-
 
 @dataclass
 class Record:
@@ -72,7 +67,7 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     config = as_config(config, overrides)
     configs.check_for_training(config)
     assert config.run_dir is not None
-    with _only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
+    with only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
         return loop.run()
 
 
@@ -92,7 +87,7 @@ class _Loop:
         config = self.config = parts.config
         self.parts, self.run_dir = parts, Path(config.run_dir or "runs/default")
         self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
-        self.compiles = _CompileCount()
+        self.compiles = observe.CompileCount()
         self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
         self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
         self.engine = parts.engine(record_entropy=self.strategy.needs_entropy)
@@ -100,6 +95,7 @@ class _Loop:
         self.decode = parts.tokenizer.decode
         self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
         self.stop_signal: int | None = None
+        self.told: set[str] = set()
         self.clock: list[float] = []  # of the running step: rollout begins, ends; verdicts in; update done
 
     def __enter__(self) -> "_Loop":
@@ -128,9 +124,10 @@ class _Loop:
         with writer, metric.Progress(config.train.steps, record.step) as progress:
             if not record.eval and config.eval.prompts_per_domain:
                 self._evaluate(state.params, record, progress)
-                writer.write(0, _eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
+                writer.write(0, observe.eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
             while record.step < config.train.steps and self.stop_signal is None:
                 state, host, values = self._step(state, host, record, ref_params, writer)
+                self._tell_unknown(progress, "train", record.step)
                 if pending:  # one step late, so that the device never waits for the host
                     self._write(writer, progress, record, *pending)
                 pending = (record.step, values)
@@ -139,7 +136,7 @@ class _Loop:
                 last = record.step == config.train.steps
                 if config.eval.prompts_per_domain and (last or record.step % config.train.eval_every == 0):
                     self._evaluate(state.params, record, progress)
-                    values |= _eval_metrics(record.eval[str(record.step)])
+                    values |= observe.eval_metrics(record.eval[str(record.step)])
                 if last or out_of_time or self.stop_signal is not None or self._save_due(record):
                     self._write(writer, progress, record, *pending)
                     pending = None
@@ -159,7 +156,7 @@ class _Loop:
         """Fresh state, or the newest checkpoint's."""
         parts, config = self.parts, self.config
         host = self._fresh_host()
-        abstract = abstract_state(parts, self.optimizer, self.strategy)
+        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh)
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
@@ -204,7 +201,7 @@ class _Loop:
         row_of = [r for r in rows for _ in range(G)]
         reward, correct, valid = self.parts.judge(row_of, texts)
         tick()
-        values = _rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
+        values = observe.rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
         domain = np.array([r.domain for r in rows], np.int32)
         for d in np.unique(domain):  # fresh groups only, before any replay
             values_d = {"reward": reward.reshape(-1, G)[domain == d], "valid": valid.reshape(-1, G)[domain == d], "step": step}
@@ -218,8 +215,8 @@ class _Loop:
         record.generated_tokens += int(rollout.response_length.sum())
         writer.write_prompts(record.step, [r.prompt_id for r in rows])
         if record.step % config.train.samples_every == 0 or record.step == 1:
-            writer.write_samples(record.step, _samples(row_of, texts, reward, valid, G))
-        values |= _mix_metrics(rows, proportions, self.parts.dataset.names)
+            writer.write_samples(record.step, observe.samples(row_of, texts, reward, valid, G))
+        values |= observe.mix_metrics(rows, proportions, self.parts.dataset.names)
         values |= {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
         return state, host, values | {"sums": sums, "clock": clock}
 
@@ -240,7 +237,15 @@ class _Loop:
         e = self.config.eval
         scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
         record.eval[str(record.step)] = {name: s.accuracy for name, s in scores.items()}
-        progress.log(f"evaluation at step {record.step}: " + "  ".join(f"{n} {s.accuracy:.1%}{_unknown(s)}" for n, s in scores.items()))
+        self._tell_unknown(progress, "evaluation", record.step)
+        progress.log(f"evaluation at step {record.step}: " + "  ".join(f"{n} {s.accuracy:.1%}{observe.unknown(s)}" for n, s in scores.items()))
+
+    def _tell_unknown(self, progress: metric.Progress, during: str, step: int) -> None:
+        """Each new reason why answers could not be judged is told once; how many, every step, is a metric."""
+        new = {reason: n for reason, n in self.parts.judge.take_reasons().items() if reason not in self.told}
+        for reason, n in list(new.items())[:3]:
+            progress.log(f"{during} {step}: no verdict on {n} answer{'s' * (n > 1)}, not learned from: {reason}")
+        self.told |= new.keys()
 
     def _save_due(self, record: Record) -> bool:
         """Every save_every steps, and when an evaluation was the best so far."""
@@ -265,135 +270,12 @@ class _Loop:
             "weights_sha256": weights_sha256(state.params)}
 
 
-def abstract_state(parts: part.Parts, optimizer: Any, strategy: Any) -> TrainState:
-    """The state's shapes with the shardings they are restored to."""
-    from rlvr_jax.models.decoder import abstract_params
-
-    params = abstract_params(parts.model)
-    shapes = TrainState(step=jax.eval_shape(lambda: jax.numpy.zeros((), np.int32)), params=params, opt_state=jax.eval_shape(optimizer.init, params),
-                        strategy_state=jax.eval_shape(strategy.init))
-    where = state_shardings(params, parts.model, optimizer, strategy, parts.mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
-
-
-def restore_params(parts: part.Parts, which: str) -> Any:
-    """Parameters of a checkpoint of the config's run.
-
-    Args:
-      which: 'best' by evaluation, 'last', or a step.
-
-    Raises:
-      ConfigError: there is no such checkpoint.
-    """
-    config = parts.config
-    folder = Path(config.run_dir or "runs/default")
-    checkpoints = Checkpoints(folder, config.train.max_to_keep, read_only=True)
-    steps = checkpoints.manager.all_steps()
-    step = {"best": checkpoints.best_step, "last": checkpoints.manager.latest_step}.get(which, lambda: int(which) if which.isdigit() else None)()
-    if step is None or step not in steps:
-        raise ConfigError(f"no checkpoint '{which}' in {folder}; there are {sorted(steps) or 'none'} (best, last or a step)")
-    strategy = strategy_room.build(list(config.strategies))
-    optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
-    got = checkpoints.restore(abstract_state(parts, optimizer, strategy), {}, step)
-    checkpoints.close()
-    assert got is not None
-    return got[0].params
-
-
 def to_batch(rollout: Rollout, reward: Any, correct: Any, valid: Any, domain: Any) -> UpdateBatch:
     """Fresh rows and their verdicts, as NumPy arrays: ``reward, correct, valid [B]``, ``domain [N]``."""
     return UpdateBatch(
         tokens=rollout.tokens, prompt_length=rollout.prompt_length, response_length=rollout.response_length, logprob=rollout.logprob,
         behavior_logprob=rollout.behavior_logprob, entropy=rollout.entropy, reward=reward, valid=valid, correct=correct,
         truncated=rollout.truncated, policy_step=rollout.policy_step, domain=domain)
-
-
-def weights_sha256(params: Any) -> str:
-    """Hash of all weights in the order of their names; equal exactly when they are equal bit for bit."""
-    digest = hashlib.sha256()
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(np.asarray(x).tobytes())
-    return digest.hexdigest()
-
-
-def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
-    """A run folder goes on with the config it began with.
-
-    Raises:
-      ConfigError: names the fields that differ and may not.
-    """
-    old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
-    changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and not k.startswith((*MAY_CHANGE, "sft.")))
-    if changed:
-        k = changed[0]
-        raise ConfigError(f"{config.run_dir} was begun with {k}={old.get(k)!r}, now {new.get(k)!r}"
-                          f"{f' (and {len(changed) - 1} more)' if len(changed) > 1 else ''}; restore it, or choose another run_dir")
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping) and tree:
-        for k, v in tree.items():
-            yield from _leaves(v, f"{prefix}.{k}" if prefix else str(k))
-    else:
-        yield prefix, list(tree) if isinstance(tree, tuple) else tree
-
-
-def _rollout_metrics(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, valid: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {"tokens/generated": int(rollout.response_length.sum()), "response/length_mean": float(rollout.response_length.mean()),
-                              "response/truncated": float(rollout.truncated.mean()), "verify/unknown_share": float(1 - valid.mean())}
-    for prefix, rows in [("mean", valid), *((n, valid & (rollout.domain == d)) for d, n in enumerate(names))]:
-        if rows.any():
-            values[f"reward/{prefix}"], values[f"accuracy/{prefix}"] = float(reward[rows].mean()), float(correct[rows].mean())
-    return values
-
-
-def _mix_metrics(rows: Sequence[Any], proportions: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    if len(names) < 2:
-        return {}
-    realised = np.bincount([r.domain for r in rows], minlength=len(names)) / len(rows)
-    return {f"mix/target/{n}": float(p) for n, p in zip(names, proportions)} | {f"mix/realised/{n}": float(p) for n, p in zip(names, realised)}
-
-
-def _eval_metrics(scores: Mapping[str, float]) -> dict[str, float]:
-    return {f"eval/{n}": s for n, s in scores.items()} | {"eval/mean": float(np.mean(list(scores.values())))}
-
-
-def _samples(rows: Sequence[Any], texts: Sequence[str], reward: np.ndarray, valid: np.ndarray, G: int) -> list[dict[str, Any]]:
-    """The first sample of the first group of every domain."""
-    first = {rows[i].domain: i for i in reversed(range(0, len(rows), G))}
-    return [{"domain": rows[i].domain_name, "prompt": rows[i].prompt, "response": texts[i], "answer": rows[i].answer, "reward": float(reward[i]),
-             "known": bool(valid[i])} for _, i in sorted(first.items())]
-
-
-def _unknown(score: Score) -> str:
-    return f" ({score.total - score.known} of {score.total} unknown)" if score.known < score.total else ""
-
-
-@contextlib.contextmanager
-def _only_one(run_dir: Path) -> Iterator[None]:
-    """Holds the run folder's lock; the lock goes with the process, however it ends."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process trains in {run_dir}; wait for it, or choose another run_dir") from None
-        yield
-
-
-class _CompileCount:
-    """XLA compilations since it was made."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-    def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
 
 def _in_main_thread() -> bool:

@@ -144,7 +144,7 @@ def test_train_export_and_load_elsewhere(capsys, config, tmp_path):
     from rlvr_jax.models import hf
     from rlvr_jax.models.decoder import forward, head_matrix
     from rlvr_jax.models.hf import load_config, load_params
-    from rlvr_jax.train import weights_sha256
+    from rlvr_jax.state import weights_sha256
 
     cfg = load_config(tmp_path / "model")
     params = load_params(tmp_path / "model", cfg)

@@ -20,7 +20,9 @@ from rlvr_jax import losses
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.metrics import read_records
 from rlvr_jax.models import hf
-from rlvr_jax.train import _rollout_metrics, train, weights_sha256
+from rlvr_jax.state import weights_sha256
+from rlvr_jax.step_metrics import rollout_metrics
+from rlvr_jax.train import train
 from rlvr_jax.types import Rollout, response_mask
 
 TESTS = Path(__file__).resolve().parent
@@ -125,7 +127,7 @@ def test_length_metrics_are_the_mask_sum():
     start, zeros = np.array([3, 3, 1, 1], np.int32), np.zeros((4, 10), np.float32)
     rollout = Rollout(tokens=zeros.astype(np.int32), prompt_length=start, response_length=length, logprob=zeros, behavior_logprob=zeros, entropy=None,
                       truncated=length == 7, prompt_id=np.zeros(4, np.int32), domain=np.array([0, 0, 1, 1]), policy_step=np.zeros(4, np.int32))
-    values = _rollout_metrics(rollout, np.ones(4, np.float32), np.ones(4, bool), np.array([True, False, True, True]), ["a", "b"])
+    values = rollout_metrics(rollout, np.ones(4, np.float32), np.ones(4, bool), np.array([True, False, True, True]), ["a", "b"])
     mask = response_mask(start, length, 10)
     assert values["tokens/generated"] == int(mask.sum()) == 14 and values["response/length_mean"] == float(mask.sum(1).mean())
     assert values["response/truncated"] == values["verify/unknown_share"] == 0.25

@@ -16,11 +16,12 @@ PACKAGE = ROOT / "rlvr_jax"
 
 # A room (a module or sub-package of rlvr_jax) may import rooms of earlier lines, and of its own line without a cycle.
 TIERS = (
-    {"types", "config", "sharding", "kernels", "records", "page"},
-    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "checkpoint"},
-    {"losses", "rollout", "report"},
-    {"update", "parts", "evaluate"},
-    {"train", "compare", "plan", "sft"},
+    {"types", "config", "sharding", "imports", "kernels", "records", "page"},
+    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder"},
+    {"losses", "rollout", "report", "coefficients", "scoring", "state"},
+    {"update", "parts", "evaluate", "checkpoint"},
+    {"step_metrics"},
+    {"train", "compare", "plan", "sft", "bench"},
     {"cli"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}

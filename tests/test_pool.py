@@ -1,5 +1,6 @@
 """The worker pool under hostile verifiers: one verdict per row, in order, whatever happens to a worker."""
 
+import importlib.util
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlvr_jax import config
-from rlvr_jax.rewards import Job, Pool, Verdict, process, verify_file
+from rlvr_jax.rewards import Job, Pool, Verdict, process, registry, verify_file
 
 VERIFIERS = """
     import ctypes, os, signal, sys, threading, time
@@ -172,6 +173,29 @@ def test_callables_of_a_notebook_run_here(hostile):
         verdicts = pool.score(jobs)
     assert seen == ["a"] and [v.reward for v in verdicts] == [1, 3, 0, 0.25]
     assert "ZeroDivisionError" in verdicts[2].detail and verdicts[2].status == "unknown"
+
+
+def test_a_module_that_no_other_process_finds_runs_here(tmp_path, monkeypatch):
+    # As a test runner or a notebook loads one: in sys.modules, on no path.
+    (tmp_path / "nowhere_to_be_found.py").write_text("def one(text, answer): return 1.0\n")
+    spec = importlib.util.spec_from_file_location("nowhere_to_be_found", tmp_path / "nowhere_to_be_found.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "nowhere_to_be_found", module)
+    spec.loader.exec_module(module)
+    assert registry.reference(module.one) is None
+    with small(workers=1) as pool:
+        assert pool.score([Job(module.one, "x")])[0].status == "ok"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert registry.reference(module.one) == "nowhere_to_be_found:one"
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "beside_me.py").write_text("def one(text, answer): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    registry.check("beside_me:one")
+    with small(workers=1, preload=["beside_me:one"]) as pool:
+        assert pool.score([Job("beside_me:one", "x")])[0].status == "ok"
 
 
 def test_a_row_that_cannot_travel_is_unknown(hostile):

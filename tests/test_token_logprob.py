@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlvr_jax.kernels.token_logprob import chunked, reference
+from rlvr_jax.kernels.token_logprob import blocks, chunked, fused, reference
 from rlvr_jax.kernels.token_logprob.api import IMPLEMENTATIONS, token_logprob
 from rlvr_jax.sharding import make_mesh
 
@@ -129,18 +129,18 @@ def test_weights_do_not_scale():
 @pytest.mark.parametrize("chunk", [8, 24, 64])
 def test_chunks_that_are_dead_are_not_computed(chunk, monkeypatch):
     turns = []
-    plain = chunked._logits
+    plain = chunked.logits
 
     def counted(*args):
         jax.debug.callback(lambda: turns.append(1))
         return plain(*args)
 
-    monkeypatch.setattr(chunked, "_logits", counted)
+    monkeypatch.setattr(chunked, "logits", counted)
     p = problem(64, 17, 3, dtype=np.float32, weights="one")
     p["live"][60] = True
     value_and_grads(chunked.token_logprob, p, chunk=chunk)
     jax.effects_barrier()
-    assert len(turns) == 2 * len({32 // chunk, 60 // chunk})
+    assert len(turns) == 2  # both live tokens stand in the first chunk: one turn forward, one backward
     turns.clear()
     p["live"][:] = False
     value_and_grads(chunked.token_logprob, p, chunk=chunk)
@@ -200,7 +200,7 @@ def test_temporaries_do_not_grow_with_vocabulary_times_tokens():
         small, large = compiled_memory("chunked", few, V), compiled_memory("chunked", many, V)
         assert large - small <= 8 * 4 * (many - few) * (D + 4)
         # Two chunks of logits, the head's gradient and its transpose, a few arrays of tokens.
-        assert large <= 3 * 4 * chunked.LOGITS_PER_CHUNK + 4 * 4 * V * D + 8 * 4 * many * (D + 4)
+        assert large <= 3 * 4 * blocks.LOGITS_PER_CHUNK + 4 * 4 * V * D + 8 * 4 * many * (D + 4)
     assert large <= compiled_memory("reference", many, 49152) / 20
 
 
@@ -214,9 +214,9 @@ def test_no_array_of_all_tokens_by_vocabulary():
 def test_chunk_size_rule():
     for tokens in (1, 7, 1000, 4096, 100_000):
         for V in (2, 513, 49152, 151936, 10**6):
-            chunk = chunked.chunk_size(tokens, V)
+            chunk = blocks.chunk_size(tokens, V)
             assert chunk % 8 == 0 and 8 <= chunk <= 1024
-            assert chunk <= 128 or chunk * V <= chunked.LOGITS_PER_CHUNK
+            assert chunk <= 128 or chunk * V <= blocks.LOGITS_PER_CHUNK
             assert -(-tokens // chunk) * chunk - tokens < 8 * -(-tokens // chunk)
 
 
@@ -300,3 +300,55 @@ def test_wrong_input_is_one_line(change):
 @pytest.mark.parametrize("tokens,V,D", [(1000, 49152, 64), (1000, 128256, 32), (1000, 151936, 32)])
 def test_chunked_float32_large(tokens, V, D):
     test_chunked_float32_at_sizes_that_divide_nothing(tokens, V, D)
+
+
+def squared(logprob, entropy, operands):
+    """A loss that needs nothing but the token's own numbers; its slope depends on the log-probability."""
+    loss = jnp.where(operands["live"], operands["g"] * logprob**2, 0)
+    if entropy is not None:
+        loss = loss + jnp.where(operands["live"], operands["ge"] * entropy, 0)
+    return jnp.sum(loss), {"count": (jnp.sum(operands["live"], dtype=jnp.float32), jnp.float32(1))}
+
+
+def add(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("tokens", "V", "D", "chunk", "weights"), [(1, 513, 5, None, "all"), (37, 129, 7, 8, "random"), (64, 200, 3, 24, "one"), (20, 33, 4, 8, "zero")])
+def test_one_pass_gives_the_loss_and_gradients_of_two(tokens, V, D, chunk, weights, with_entropy):
+    with jax.enable_x64(True):
+        p = {k: jnp.asarray(v) for k, v in problem(tokens, V, D, weights=weights).items()}
+        operands = {k: p[k] for k in ("g", "ge", "live")}
+
+        def plain(h, w):
+            out = reference.token_logprob(h, w, p["targets"], p["live"], temperature=0.7, with_entropy=with_entropy)
+            return 3.0 * squared(*out, operands)[0]
+
+        def one_pass(h, w):
+            total, stats = fused.token_loss(h, w, p["targets"], p["live"], operands, squared, add, temperature=0.7, with_entropy=with_entropy, chunk=chunk)
+            return 3.0 * total, stats
+
+        want, want_grads = jax.value_and_grad(plain, (0, 1))(p["hidden"], p["head"])
+        (got, stats), grads = jax.jit(jax.value_and_grad(one_pass, (0, 1), has_aux=True))(p["hidden"], p["head"])
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+        for a, b in zip(grads, want_grads):
+            assert relative(a, b) < 1e-12
+        assert float(stats["count"][0]) == int(p["live"].sum())
+
+
+def test_one_pass_sharded_equals_one_device():
+    p = problem(96, 64, 8, dtype=np.float32)
+    mesh = make_mesh(2, 2, 2)
+    rows = ("data", "fsdp")
+
+    def f(hidden, head, targets, live, g, ge):
+        return fused.token_loss(hidden, head, targets, live, {"g": g, "ge": ge, "live": live}, squared, add, temperature=0.7, with_entropy=True, chunk=8)[0]
+
+    names = ("hidden", "head", "targets", "live", "g", "ge")
+    want = jax.value_and_grad(f, (0, 1))(*(jnp.asarray(p[k]) for k in names))
+    specs = {"hidden": P(rows, None), "head": P("tensor", "fsdp")}
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(f, (0, 1)))(*(jax.device_put(p[k], NamedSharding(mesh, specs.get(k, P(rows)))) for k in names))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert relative(a, np.asarray(b, np.float64)) < 1e-5

@@ -5,12 +5,12 @@ formulas, :mod:`.chunked` for the version that runs everywhere.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from . import chunked, reference
+from . import chunked, fused, reference
 
 Array = jax.Array
 Implementation = Literal["reference", "chunked"]
@@ -52,6 +52,17 @@ def token_logprob(hidden: Array, head: Array, targets: Array, *, weights: Array 
         raise ValueError(f"implementation '{name}' is not available in this build; use one of {', '.join(IMPLEMENTATIONS)}, or None")
     live = jnp.ones(targets.shape, bool) if weights is None else weights != 0
     return IMPLEMENTATIONS[name](hidden, head, targets, live, temperature=float(temperature), with_entropy=with_entropy)
+
+
+def token_loss(hidden: Array, head: Array, targets: Array, live: Array, operands: Any, loss: fused.TokenLoss, merge: Callable[[Any, Any], Any], *,
+               temperature: float = 1.0, with_entropy: bool = False) -> tuple[Array, Any]:
+    """Loss and gradients of the last matmul in one pass, see :func:`fused.token_loss`.
+
+    Raises:
+      ValueError: shapes that do not fit, temperature <= 0.
+    """
+    _check(hidden, head, targets, live, temperature)
+    return fused.token_loss(hidden, head, targets, live, operands, loss, merge, temperature=float(temperature), with_entropy=with_entropy)
 
 
 def _check(hidden: Array, head: Array, targets: Array, weights: Array | None, temperature: float) -> None:

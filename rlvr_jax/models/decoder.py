@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.models.attention import AttentionMask, attention
+from rlvr_jax.models.attention import AttentionMask, at_least_float32, attention
 from rlvr_jax.sharding import constrain
 
 if TYPE_CHECKING:
@@ -148,9 +148,9 @@ def head_matrix(params: Params, cfg: DecoderConfig) -> Array:
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Root-mean-square norm over the last axis, in float32, returned in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+    wide = x.astype(at_least_float32(x.dtype))
+    y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (y * weight.astype(wide.dtype)).astype(x.dtype)
 
 
 def rope_frequencies(cfg: DecoderConfig) -> Array:
@@ -166,7 +166,7 @@ def rope_frequencies(cfg: DecoderConfig) -> Array:
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     """Turns ``x[B, T, heads, head_dim]``: the pair of coordinate i is i + head_dim/2 (the layout of HF weights)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    a, b = jnp.split(x.astype(at_least_float32(x.dtype)), 2, axis=-1)
     c, s = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(x.dtype)
 
@@ -174,8 +174,8 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
 def _project(x: Array, w: Array, bias: Array | None = None) -> Array:
     """``x @ w`` in x's dtype, accumulated in float32."""
     # As a matrix: XLA's CPU backend contracts the weight gradient over two axes (batch, time) 1.7 times slower.
-    y = jnp.dot(x.reshape(-1, x.shape[-1]), w.astype(x.dtype), preferred_element_type=jnp.float32)
-    y = y if bias is None else y + bias.astype(jnp.float32)
+    y = jnp.dot(x.reshape(-1, x.shape[-1]), w.astype(x.dtype), preferred_element_type=at_least_float32(x.dtype))
+    y = y if bias is None else y + bias.astype(y.dtype)
     return y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
 
 
@@ -236,7 +236,7 @@ def _run_layers(x: Array, layers: Any, kv: Any, step: _Step, remat: Remat) -> tu
 
 
 def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array, *, segment_ids: Array | None = None,
-            cache: "KVCache | None" = None, cache_read: int | None = None, compute_dtype: Any = jnp.float32,
+            cache: "KVCache | None" = None, cache_read: int | None = None, window: int | None = None, compute_dtype: Any = jnp.float32,
             remat: Remat = "none") -> tuple[Array, "KVCache | None"]:
     """Hidden states after the final norm.
 
@@ -252,6 +252,8 @@ def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array,
       cache_read: attend to the first ``cache_read`` columns only (static), when the caller knows the rest is empty.
         For a prefill; in a decode step XLA's CPU backend fuses the write into the sliced read and then copies the
         cache, so growing the cache between loops (``cache.grow``) is the cheaper bucket there.
+      window: no segment is longer than this, and its tokens stand side by side (static): attention then costs as much
+        as on rows of that length. Without a cache only.
       compute_dtype: dtype of the matmuls and of the result.
       remat: what the backward pass recomputes, as in ``config.Model.remat``.
 
@@ -266,7 +268,7 @@ def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array,
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
     kv, index = None, None
     if cache is None:
-        mask = AttentionMask(positions, positions, segment_ids, segment_ids)
+        mask = AttentionMask(positions, positions, segment_ids, segment_ids, window)
     else:
         if isinstance(cache.k, tuple) != isinstance(params["layers"], tuple):
             raise ValueError("the cache and the layers must both be stacked or both be tuples; see unstack_layers and init_cache")

@@ -1,12 +1,12 @@
 """From a verifier's name to the function, checked before the first step."""
 
-import importlib
 import inspect
 import math as _math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rlvr_jax.imports import import_path, importable
 from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
 
 BUILTIN = {name: f"rlvr_jax.rewards.{name}:verify" for name in ("math", "countdown", "knights", "choice", "format")}
@@ -25,11 +25,9 @@ def resolve(verifier: Verifier) -> Callable[..., Any]:
     if not colon:
         raise config_error(f"unknown verifier '{verifier}': use {', '.join(BUILTIN)} or module:function")
     try:
-        found: Any = importlib.import_module(module)
-        for part in function.split("."):
-            found = getattr(found, part)
+        found = import_path(f"{module}:{function}")
     except ImportError as e:
-        raise config_error(f"verifier '{verifier}': cannot import '{module}' ({e}); is it on PYTHONPATH?") from None
+        raise config_error(f"verifier '{verifier}': cannot import '{module}' ({e}); is it on PYTHONPATH or in the working directory?") from None
     except AttributeError:
         raise config_error(f"verifier '{verifier}': module '{module}' has no '{function}'") from None
     if not callable(found):
@@ -40,7 +38,8 @@ def resolve(verifier: Verifier) -> Callable[..., Any]:
 def reference(verifier: Verifier) -> str | None:
     """A name by which a worker process finds the verifier; None for what only this process has.
 
-    Lambdas, closures, bound methods and functions of ``__main__`` (a notebook, a script) cannot be imported elsewhere.
+    Lambdas, closures, bound methods and functions of ``__main__`` (a notebook, a script), or of a module that a fresh
+    process would not find, cannot be imported elsewhere.
     """
     if isinstance(verifier, str):
         return verifier
@@ -49,9 +48,9 @@ def reference(verifier: Verifier) -> str | None:
         return None
     try:
         same = resolve(f"{module}:{name}") is verifier
-    except ValueError:
+    except Exception:
         return None
-    return f"{module}:{name}" if same else None
+    return f"{module}:{name}" if same and importable(module) else None
 
 
 def check(verifier: Verifier, fields: Iterable[str] = ()) -> None:

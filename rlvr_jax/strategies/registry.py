@@ -15,15 +15,13 @@ package adds names through the entry-point group ``rlvr_jax.strategies``.
 """
 
 import difflib
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from rlvr_jax.imports import import_path
 from rlvr_jax.strategies.base import Strategy
 from rlvr_jax.strategies.check import check
 from rlvr_jax.strategies.compose import chain, scheduled
@@ -220,26 +218,17 @@ def _unknown(what: str, name: str, names: list[str]) -> str:
 
 
 def _import(path: str) -> Any:
-    """``module:name``, found on the path or in the working directory.
+    """``module:name`` as an object.
 
     Raises:
       ValueError: no such module or name, or the module raises while it is imported.
     """
-    module, _, name = path.partition(":")
-    # A console script has no '' on its path. Only for the import: the working directory may hold folders ('kernels')
-    # that other packages would take for theirs.
-    sys.path.append(os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return import_path(path)
     except (ImportError, AttributeError, ValueError) as e:
         raise ValueError(f"strategy '{path}' cannot be imported: {_one_line(e)}") from e
     except Exception as e:
         raise ValueError(f"strategy '{path}': the module fails on import: {type(e).__name__}: {_one_line(e)}") from e
-    finally:
-        sys.path.remove(os.getcwd())
-    return found
 
 
 def _parameters(f: Callable[..., Any], skip: int = 0) -> dict[str, inspect.Parameter]:

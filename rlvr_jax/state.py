@@ -1,0 +1,66 @@
+"""The state that is trained: optimizer, fresh or abstract or restored state, and its fingerprint."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlvr_jax.config import Optimizer as OptimizerConfig
+from rlvr_jax.models.decoder import DecoderConfig, abstract_params, param_axes
+from rlvr_jax.sharding import named, shardings
+from rlvr_jax.types import TrainState
+
+
+def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """AdamW with warm-up, schedule and global-norm clipping; norms and biases are not decayed."""
+    lr, warm = cfg.learning_rate, cfg.warmup_steps
+    rest = max(total_steps - warm, 1)
+    after = {"constant": optax.constant_schedule(lr), "linear": optax.linear_schedule(lr, 0.0, rest),
+             "cosine": optax.cosine_decay_schedule(lr, rest)}[cfg.schedule]
+    # The first update must not be lost to a learning rate of exactly 0.
+    schedule = optax.join_schedules([lambda n: lr * (n + 1) / (warm + 1), after], [warm])
+    def decayed(params: Any) -> Any:  # a stacked norm or bias is [L, D]; a matrix has one axis more
+        return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim - ("layers" in jax.tree_util.keystr(path)) > 1, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.max_grad_norm),
+        optax.adamw(schedule, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=decayed))
+
+
+def init_state(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:
+    """A state whose optimizer moments are laid out like the parameters; nothing exists unsharded."""
+    out = state_shardings(jax.eval_shape(lambda p: p, params), model, optimizer, strategy, mesh)
+    make = jax.jit(lambda p: (optimizer.init(p), strategy.init(), jnp.zeros((), jnp.int32)),
+                   out_shardings=(out.opt_state, out.strategy_state, out.step))
+    opt_state, strategy_state, step = make(params)
+    return TrainState(step=step, params=params, opt_state=opt_state, strategy_state=strategy_state)
+
+
+def state_shardings(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:
+    """A TrainState of shardings for parameters of these shapes."""
+    of_params, whole = shardings(mesh, param_axes(model), params), named(mesh)
+    opt_shape = jax.eval_shape(optimizer.init, params)
+    of_opt = optax.tree_utils.tree_map_params(optimizer, lambda _, s: s, opt_shape, of_params, transform_non_params=lambda _: whole)
+    return TrainState(step=whole, params=of_params, opt_state=of_opt,  # type: ignore[arg-type]  # a tree of shardings
+                      strategy_state=jax.tree.map(lambda _: whole, jax.eval_shape(strategy.init)))
+
+
+def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:
+    """The state's shapes with the shardings they are restored to."""
+    params = abstract_params(model)
+    shapes = TrainState(step=jax.eval_shape(lambda: jnp.zeros((), np.int32)), params=params, opt_state=jax.eval_shape(optimizer.init, params),
+                        strategy_state=jax.eval_shape(strategy.init))
+    where = state_shardings(params, model, optimizer, strategy, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+
+
+def weights_sha256(params: Any) -> str:
+    """Hash of all weights in the order of their names; equal exactly when they are equal bit for bit."""
+    digest = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(x).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,55 @@
+"""What a step tells about its rollout, verdicts and mix: metric names to numbers, and sample texts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlvr_jax.evaluate import Score
+from rlvr_jax.types import Rollout
+
+
+def rollout_metrics(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, valid: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {"tokens/generated": int(rollout.response_length.sum()), "response/length_mean": float(rollout.response_length.mean()),
+                              "response/truncated": float(rollout.truncated.mean()), "verify/unknown_share": float(1 - valid.mean())}
+    for prefix, rows in [("mean", valid), *((n, valid & (rollout.domain == d)) for d, n in enumerate(names))]:
+        if rows.any():
+            values[f"reward/{prefix}"], values[f"accuracy/{prefix}"] = float(reward[rows].mean()), float(correct[rows].mean())
+    return values
+
+
+def mix_metrics(rows: Sequence[Any], proportions: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    if len(names) < 2:
+        return {}
+    realised = np.bincount([r.domain for r in rows], minlength=len(names)) / len(rows)
+    return {f"mix/target/{n}": float(p) for n, p in zip(names, proportions)} | {f"mix/realised/{n}": float(p) for n, p in zip(names, realised)}
+
+
+def eval_metrics(scores: Mapping[str, float]) -> dict[str, float]:
+    return {f"eval/{n}": s for n, s in scores.items()} | {"eval/mean": float(np.mean(list(scores.values())))}
+
+
+def samples(rows: Sequence[Any], texts: Sequence[str], reward: np.ndarray, valid: np.ndarray, G: int) -> list[dict[str, Any]]:
+    """The first sample of the first group of every domain."""
+    first = {rows[i].domain: i for i in reversed(range(0, len(rows), G))}
+    return [{"domain": rows[i].domain_name, "prompt": rows[i].prompt, "response": texts[i], "answer": rows[i].answer, "reward": float(reward[i]),
+             "known": bool(valid[i])} for _, i in sorted(first.items())]
+
+
+def unknown(score: Score) -> str:
+    return f" ({score.total - score.known} of {score.total} unknown)" if score.known < score.total else ""
+
+
+class CompileCount:
+    """XLA compilations since it was made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
