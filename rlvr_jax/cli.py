@@ -20,6 +20,7 @@ EXAMPLES = {
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
     "report": "rlvr-jax report runs/quickstart",
+    "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench update --workload smol --json",
 }
 
 
@@ -84,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
+    p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
+    p.add_argument("part", choices=("update",))
+    p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
+    p.add_argument("--micro-batch", type=int, default=8, help="rows of full length per forward and backward pass")
+    p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
+    p.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
 
 
@@ -211,6 +218,14 @@ def _report(args: argparse.Namespace) -> None:
     from rlvr_jax import report
 
     print(report.build(args.run_dir))
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from rlvr_jax.bench.update import bench_update
+
+    for record in bench_update(args.workload, args.micro_batch, args.repeat):
+        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
+        print(json.dumps(shown) if args.json else "  ".join(f"{k} {v}" for k, v in shown.items() if v is not None), flush=True)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,28 @@ class Domain(Strict):
 
 
 class Mixer(Strict):
-    name: Literal["static"] = "static"
-    """static: the domains' weights."""
+    """null = the mixer's own default (``rlvr_jax/strategies/mix.py``); a setting that it does not have is refused."""
+
+    name: Literal["static", "reward_gap", "dump_ucb", "tscl"] = "static"
+    """static: the domains' weights. reward_gap: low mean reward. dump_ucb: large advantages, few visits. tscl: moving reward."""
+    window: int | None = pydantic.Field(None, ge=2)
+    """Steps of each domain's signal that count (50)."""
+    warmup_steps: int | None = pydantic.Field(None, ge=0)
+    """Uniform until then (10)."""
+    update_every: int | None = pydantic.Field(None, ge=1)
+    """Steps between changes (5)."""
+    floor: float | None = pydantic.Field(None, ge=0, le=1)
+    """Share that no domain falls below (0.05)."""
+    temperature: float | None = pydantic.Field(None, gt=0)
+    """Of the softmax over domains (1; tscl 0.1)."""
+    exploration: float | None = pydantic.Field(None, ge=0)
+    """dump_ucb: weight of the bonus for domains seen seldom (1)."""
+    published_slope: bool | None = None
+    """tscl: the slope per step instead of per window."""
+
+    def settings(self) -> dict[str, Any]:
+        """What is set, besides the name."""
+        return {k: v for k, v in self.model_dump().items() if v is not None and k != "name"}
 
 
 class Data(Strict):
@@ -83,6 +103,8 @@ class Data(Strict):
     max_prompt_length: int = pydantic.Field(128, gt=0)
     overlong_prompt: Literal["drop", "truncate"] = "drop"
     """drop: skipped with a counter; truncate: tokens are cut from the left."""
+    exhausted: Literal["repeat", "hand_over"] = "repeat"
+    """A file that was read to its end: repeat (in a new order), or hand its share of the prompts to the other domains."""
     broken_row: Literal["skip", "refuse"] = "skip"
     """skip: reported with file and line, and counted; refuse: the first broken row ends the run at start-up."""
     holdout: float = pydantic.Field(0.1, gt=0, lt=1)

@@ -1,7 +1,6 @@
 """Where live rows go: whole rows laid end to end in streams of a fixed size, so that padding is not computed.
 
-A *chunk* is what one turn of the update's loop computes: ``streams`` streams (one per device that holds rows of the
-batch) of ``L`` tokens each. A row is never cut. The number of chunks that are really used is a traced number, so the
+A *chunk* is what one turn of the update's loop computes: streams of ``L = 2 T`` tokens. A row is never cut. The number of chunks that are really used is a traced number, so the
 cost follows the live tokens and nothing is compiled again when the kept rows or their lengths change.
 """
 
@@ -15,6 +14,8 @@ from rlvr_jax.sharding import constrain
 
 Array = jax.Array
 
+PER_STREAM = 2
+
 
 class Layout(NamedTuple):
     """``source [C, n, L] int32``: index of each slot's token in the flattened ``[B * T]`` rows, ``B * T`` = empty slot.
@@ -26,13 +27,8 @@ class Layout(NamedTuple):
     trips: Array
     T: int
 
-    @property
-    def window(self) -> int | None:
-        """How far back a token may have to look, where a stream holds several rows."""
-        return self.T if self.source.shape[2] > self.T else None
 
-
-def lay_out(length: Array, live: Array, T: int, *, micro_batch: int, streams: int = 1, packed: bool = True) -> Layout:
+def lay_out(length: Array, live: Array, T: int, *, micro_batch: int, devices: int = 1, packed: bool = True) -> Layout:
     """Places the live rows.
 
     Packed: longest row first, each into the first chunk with room for it, there into the emptiest stream (first-fit
@@ -42,14 +38,17 @@ def lay_out(length: Array, live: Array, T: int, *, micro_batch: int, streams: in
     Args:
       length: ``[B] int`` tokens of each row, at most T.
       live: ``[B] bool``; the other rows are nowhere.
-      micro_batch: rows of full length that a chunk has room for, over all streams.
-      streams: devices that the rows of a batch are split over.
+      micro_batch: rows of full length that a chunk has room for, over all devices.
+      devices: that the rows of a batch are split over; divides ``micro_batch``.
     """
     B = length.shape[0]
-    per_stream = min(max(micro_batch // streams, 1), -(-B // streams))
-    L, chunks = per_stream * T, -(-B // (per_stream * streams))
+    micro_batch = min(micro_batch, -(-B // devices) * devices)
+    # Rows of full length per stream: two are as dense as many, and attention costs least where streams are short.
+    per_stream = PER_STREAM if packed and micro_batch % (PER_STREAM * devices) == 0 else 1
+    streams = micro_batch // per_stream
+    L, chunks = per_stream * T, -(-B // micro_batch)
     length = jnp.where(live, length, 0).astype(jnp.int32)
-    chunk, start = _first_fit(length, L, chunks, streams) if packed else _in_turn(live, T, per_stream * streams)
+    chunk, start = _first_fit(length, L, chunks, streams) if packed else _in_turn(live, T, micro_batch)
     t = jnp.arange(T, dtype=jnp.int32)
     used = t < length[:, None]
     at = chunk[:, None] * (streams * L) + start[:, None] + t
@@ -57,8 +56,7 @@ def lay_out(length: Array, live: Array, T: int, *, micro_batch: int, streams: in
     source = jnp.full(chunks * streams * L, empty, jnp.int32)
     source = source.at[jnp.where(used, at, source.size)].set(jnp.arange(empty, dtype=jnp.int32).reshape(B, T), mode="drop")
     trips = jnp.max(jnp.where(length > 0, chunk + 1, 0))
-    shape = (chunks, streams, L) if packed else (chunks, per_stream * streams, T)
-    return Layout(constrain(source.reshape(shape), None, "batch", None), trips, T)
+    return Layout(constrain(source.reshape(chunks, streams, L), None, "batch", None), trips, T)
 
 
 def _in_turn(live: Array, T: int, rows: int) -> tuple[Array, Array]:

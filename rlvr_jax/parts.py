@@ -100,7 +100,7 @@ def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Part
     folder = model_folder(config)
     tokenizer, model = load_tokenizer(folder), load_config(folder)
     dataset = data.build(config, tokenizer)
-    mixer = mix.build_mixer(config.data.mixer.name, dataset.weights)
+    mixer = mix.build_mixer(config.data.mixer.name, dataset.weights, **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:
         yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge)
 

@@ -12,22 +12,22 @@ from rlvr_jax.packing import Layout, gather, lay_out
 from rlvr_jax.types import Array
 
 
-def batch_streams(config: Config) -> int:
+def batch_devices(config: Config) -> int:
     """Devices that the rows of a batch are split over."""
     return config.mesh.data * config.mesh.fsdp
 
 
-def hidden_states(params: Any, model: DecoderConfig, config: Config, chunk: dict[str, Array], window: int | None) -> tuple[Array, Array]:
+def hidden_states(params: Any, model: DecoderConfig, config: Config, chunk: dict[str, Array], T: int) -> tuple[Array, Array]:
     """One chunk of a layout -> (``[tokens, D]`` hidden states in compute dtype, ``[V, D]`` head)."""
     dtype = jnp.dtype(config.model.compute_dtype)
-    hidden, _ = forward(params, model, chunk["tokens"], chunk["position"], segment_ids=chunk["segment"], window=window, compute_dtype=dtype,
+    hidden, _ = forward(params, model, chunk["tokens"], chunk["position"], segment_ids=chunk["segment"], window=T, compute_dtype=dtype,
                         remat=config.model.remat)
     return hidden.reshape(-1, hidden.shape[-1]), head_matrix(params, model).astype(dtype)
 
 
-def chunk_logprob(params: Any, model: DecoderConfig, config: Config, chunk: dict[str, Array], window: int | None, *, with_entropy: bool = False) -> tuple[Array, Array | None]:
+def chunk_logprob(params: Any, model: DecoderConfig, config: Config, chunk: dict[str, Array], T: int, *, with_entropy: bool = False) -> tuple[Array, Array | None]:
     """``[n, L]`` tempered logprob (and entropy) of the tokens that the slots predict; 0 where ``chunk['mask']`` is False."""
-    hidden, head = hidden_states(params, model, config, chunk, window)
+    hidden, head = hidden_states(params, model, config, chunk, T)
     shape = chunk["target"].shape
     logprob, entropy = token_logprob(hidden, head, chunk["target"].reshape(-1), weights=chunk["mask"].reshape(-1).astype(jnp.float32),
                                      temperature=config.rollout.temperature, with_entropy=with_entropy)
@@ -40,15 +40,15 @@ def row_logprob(params: Any, model: DecoderConfig, config: Config, tokens: Array
     Computes the rows that have a masked token, in micro-batches of ``train.micro_batch``, packed if ``train.packing``.
     """
     B, T = tokens.shape
-    layout = lay_out(length, jnp.any(mask, 1), T, micro_batch=min(config.train.micro_batch, B), streams=batch_streams(config), packed=config.train.packing)
+    layout = lay_out(length, jnp.any(mask, 1), T, micro_batch=config.train.micro_batch, devices=batch_devices(config), packed=config.train.packing)
     chunks = gather(layout, tokens, {"mask": mask}, {})
 
     def body(i: Array, out: Array) -> Array:
         chunk = {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in chunks.items()}
-        logprob, _ = chunk_logprob(params, model, config, chunk, layout.window)
+        logprob, _ = chunk_logprob(params, model, config, chunk, layout.T)
         return out.at[chunk["following"].reshape(-1)].set(logprob.reshape(-1), mode="drop")
 
     return jax.lax.fori_loop(0, layout.trips, body, jnp.zeros(B * T, jnp.float32)).reshape(B, T)
 
 
-__all__ = ["Layout", "batch_streams", "chunk_logprob", "hidden_states", "row_logprob"]
+__all__ = ["Layout", "batch_devices", "chunk_logprob", "hidden_states", "row_logprob"]

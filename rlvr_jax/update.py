@@ -20,7 +20,7 @@ from rlvr_jax.config import Config
 from rlvr_jax.kernels.token_logprob.api import token_logprob, token_loss
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params
 from rlvr_jax.packing import gather, lay_out
-from rlvr_jax.scoring import batch_streams, chunk_logprob, hidden_states, row_logprob
+from rlvr_jax.scoring import batch_devices, chunk_logprob, hidden_states, row_logprob
 from rlvr_jax.sharding import named
 from rlvr_jax.state import state_shardings
 from rlvr_jax.types import Array, TrainState, UpdateBatch, response_mask
@@ -95,17 +95,17 @@ def _gradients(params, batch, plan, rows, old, ref_params, model, config):
     if algo.loss_denominator == "kept":
         denominator &= plan.weight > 0
     scale = losses.token_scale(algo.aggregation, denominator, losses.denominator_counts(denominator), config.rollout.max_new_tokens)
-    layout = lay_out(batch.prompt_length + batch.response_length, plan.live & rows, T, micro_batch=min(config.train.micro_batch, B),
-                     streams=batch_streams(config), packed=config.train.packing)
+    layout = lay_out(batch.prompt_length + batch.response_length, plan.live & rows, T, micro_batch=config.train.micro_batch,
+                     devices=batch_devices(config), packed=config.train.packing)
     per_token = {"mask": plan.mask & (plan.weight > 0), "weight": plan.weight, "scale": scale, "behavior_logprob": batch.behavior_logprob,
                  "sampler_logprob": batch.logprob} | ({} if old is None else {"old_logprob": old})
     chunks = gather(layout, batch.tokens, per_token, {"advantage": plan.advantage, "on_policy": plan.on_policy, "fresh": plan.fresh})
 
     def loss_fn(params, chunk):
         if ref_params is not None and not algo.kl_in_reward:
-            ref, _ = chunk_logprob(ref_params, model, config, chunk, layout.window)
+            ref, _ = chunk_logprob(ref_params, model, config, chunk, layout.T)
             chunk |= {"ref_logprob": jax.lax.stop_gradient(ref)}
-        total, stats = _chunk_loss(params, chunk, layout.window, B, model, config)
+        total, stats = _chunk_loss(params, chunk, layout.T, B, model, config)
         return total, stats | {"update/loss": (total, jnp.float32(0))}
 
     def body(i, carry):
@@ -125,13 +125,13 @@ def _turn(chunks, i):
     return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in chunks.items()}
 
 
-def _chunk_loss(params, chunk, window, num_rows, model, config):
+def _chunk_loss(params, chunk, T, num_rows, model, config):
     """Summed loss of one chunk, and its statistics.
 
     Where a token's loss needs nothing but its own log-probability, the last matmul gives loss and gradient in one pass.
     """
     algo = config.algorithm
-    hidden, head = hidden_states(params, model, config, chunk, window)
+    hidden, head = hidden_states(params, model, config, chunk, T)
     names = {"row", "scale", "old_logprob", "behavior_logprob", "sampler_logprob", "advantage", "weight", "mask", "on_policy", "fresh", "ref_logprob"}
     operands = {name: x.reshape(-1) for name, x in chunk.items() if name in names}
     shared = {"temperature": config.rollout.temperature, "with_entropy": algo.entropy_coef > 0}

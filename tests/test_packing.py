@@ -19,7 +19,7 @@ MODEL = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_l
 def test_every_live_row_once_whole_and_inside_one_stream(data, B, T, streams, per_stream, packed):
     length = np.array(data.draw(st.lists(st.integers(1, T), min_size=B, max_size=B)), np.int32)
     live = np.array(data.draw(st.lists(st.booleans(), min_size=B, max_size=B)))
-    layout = lay_out(jnp.asarray(length), jnp.asarray(live), T, micro_batch=per_stream * streams, streams=streams, packed=packed)
+    layout = lay_out(jnp.asarray(length), jnp.asarray(live), T, micro_batch=per_stream * streams, devices=streams, packed=packed)
     source = np.asarray(layout.source)
     used = source[source < B * T]
     wanted = np.concatenate([b * T + np.arange(length[b]) for b in range(B) if live[b]] or [np.zeros(0, int)])
@@ -31,7 +31,7 @@ def test_every_live_row_once_whole_and_inside_one_stream(data, B, T, streams, pe
     in_use = np.any(source < B * T, axis=(1, 2))
     trips = int(layout.trips)
     assert in_use[:trips].all() and not in_use[trips:].any()
-    in_turn = lay_out(jnp.asarray(length), jnp.asarray(live), T, micro_batch=per_stream * streams, streams=streams, packed=False)
+    in_turn = lay_out(jnp.asarray(length), jnp.asarray(live), T, micro_batch=per_stream * streams, devices=streams, packed=False)
     assert trips <= int(in_turn.trips)
 
 
@@ -87,7 +87,7 @@ def test_a_packed_row_has_the_hidden_states_it_has_alone(packed):
     chunks = gather(layout, tokens, {}, {})
     for i in range(int(layout.trips)):
         chunk = jax.tree.map(lambda x, i=i: np.asarray(x[i]), chunks)
-        hidden, _ = forward(params, MODEL, chunk["tokens"], chunk["position"], segment_ids=chunk["segment"], window=layout.window)
+        hidden, _ = forward(params, MODEL, chunk["tokens"], chunk["position"], segment_ids=chunk["segment"], window=layout.T)
         for stream, row in zip(np.asarray(hidden), chunk["row"]):
             for b in np.unique(row[row < B]):
                 alone, _ = forward(params, MODEL, tokens[b][None, :length[b]], jnp.arange(length[b])[None])

@@ -80,7 +80,7 @@ def build(config: Config, tokenizer: Tokenizer | None) -> Dataset:
         _probe_length(source, encode, notes[name])
         evaluation[name] = _eval_rows(index, name, held[name], config.eval.prompts_per_domain, encode, notes[name])
     weights = np.asarray([d.weight for d in data.domains.values()], np.float64)
-    return Dataset(tuple(data.domains), Stream(out, encode, fingerprint), evaluation, notes, fingerprint, weights / weights.sum())
+    return Dataset(tuple(data.domains), Stream(out, encode, fingerprint, data.exhausted == "hand_over"), evaluation, notes, fingerprint, weights / weights.sum())
 
 
 def pairs(dataset: Dataset, state: State, n: int) -> tuple[list[tuple[list[Message], str]], State]:

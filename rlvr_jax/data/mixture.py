@@ -89,8 +89,8 @@ class Stream:
     ``fingerprint`` of the data it belongs to.
     """
 
-    def __init__(self, sources: Sequence[Source], encode: Encoder, fingerprint: Mapping[str, str]):
-        self.sources, self.encode, self.fingerprint = tuple(sources), encode, dict(fingerprint)
+    def __init__(self, sources: Sequence[Source], encode: Encoder, fingerprint: Mapping[str, str], hand_over: bool = False):
+        self.sources, self.encode, self.fingerprint, self.hand_over = tuple(sources), encode, dict(fingerprint), hand_over
 
     def init(self) -> State:
         names = [s.name for s in self.sources]
@@ -112,22 +112,38 @@ class Stream:
         names = [s.name for s in self.sources]
         if len(proportions) != len(names):
             raise DataError(f"expected one proportion for each of the {len(names)} domains, found {len(proportions)}")
-        counts, carry = largest_remainder(proportions, n, [state["carry"][name] for name in names])
-        new: State = {**state, "position": dict(state["position"]), "prompts_too_long": dict(state["prompts_too_long"]),
-                      "carry": dict(zip(names, map(float, carry)))}
-        drawn = []
-        for source, count in zip(self.sources, counts):
-            rows, position, too_long = self._draw(source, state["position"][source.name], int(count))
-            drawn.append(iter(rows))
-            new["position"][source.name] = position
-            new["prompts_too_long"][source.name] += too_long
-        return [next(drawn[d]) for d in interleave(counts.tolist())], new
+        new: State = {**state, "position": dict(state["position"]), "prompts_too_long": dict(state["prompts_too_long"])}
+        drawn: list[list[Row]] = [[] for _ in names]
+        carry = np.array([state["carry"][name] for name in names])
+        missing = n
+        while missing:
+            share = self._share(np.asarray(proportions, np.float64), new["position"])
+            counts, carry = largest_remainder(share, missing, np.where(share > 0, carry, 0.0))
+            for d, (source, count) in enumerate(zip(self.sources, counts)):
+                rows, position, too_long = self._draw(source, new["position"][source.name], int(count))
+                drawn[d] += rows
+                new["position"][source.name] = position
+                new["prompts_too_long"][source.name] += too_long
+            missing = n - sum(map(len, drawn))
+        new["carry"] = dict(zip(names, map(float, carry)))
+        waiting = [iter(rows) for rows in drawn]
+        return [next(waiting[d]) for d in interleave([len(rows) for rows in drawn])], new
+
+    def _share(self, proportions: np.ndarray, position: Mapping[str, int]) -> np.ndarray:
+        """The proportions, without the domains that have run out."""
+        if not self.hand_over:
+            return proportions
+        left = np.array([s.size is None or position[s.name] < s.size for s in self.sources])
+        share = np.where(left, proportions, 0.0)
+        if not share.any():
+            raise DataError("every domain has run out of prompts; lower train.steps, or set data.exhausted to repeat")
+        return share / share.sum()
 
     def _draw(self, source: Source, position: int, count: int) -> tuple[list[Row], int, int]:
-        """(rows, next position, prompts dropped for their length)."""
+        """(rows, next position, prompts dropped for their length); fewer rows where the domain runs out and hands over."""
         rows: list[Row] = []
         too_long = barren = 0
-        while len(rows) < count:
+        while len(rows) < count and not (self.hand_over and source.size is not None and position >= source.size):
             if barren > (source.size or _PATIENCE):
                 raise DataError(f"domain '{source.name}': {barren} examples in a row are held out or longer than data.max_prompt_length={self.encode.max_length} tokens; raise the limit, truncate (data.overlong_prompt) or widen the task")
             example = source.order[position]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Array = jax.Array
 Params = dict[str, Any]
 Remat = Literal["none", "dots", "full"]
+UNROLLED_LAYERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +233,9 @@ def _run_layers(x: Array, layers: Any, kv: Any, step: _Step, remat: Remat) -> tu
             x, one = body(x, w, None if kv is None else (kv[0][i], kv[1][i]))
             new.append(one)
         return x, None if kv is None else (tuple(k for k, _ in new), tuple(v for _, v in new))
-    return jax.lax.scan(lambda x, wkv: body(x, *wkv), x, (layers, kv))
+    # A shallow model is a tenth faster without the loop's copies; a deep one would compile for minutes.
+    shallow = layers["attn_norm"].shape[0] <= UNROLLED_LAYERS
+    return jax.lax.scan(lambda x, wkv: body(x, *wkv), x, (layers, kv), unroll=shallow)
 
 
 def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array, *, segment_ids: Array | None = None,
