@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
     p.add_argument("part", choices=("update",))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
-    p.add_argument("--micro-batch", type=int, default=8, help="rows of full length per forward and backward pass")
+    p.add_argument("--micro-batch", type=int, default=4, help="rows of full length per forward and backward pass")
     p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
     p.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser

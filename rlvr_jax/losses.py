@@ -195,7 +195,7 @@ def policy_objective(cfg: Algorithm, *, logprob: Array, behavior_logprob: Array 
     live = mask.astype(bool) & (weight != 0)
     fixed = jax.lax.stop_gradient(logprob)
     old = fixed if old_logprob is None else jax.lax.stop_gradient(old_logprob)
-    advantage = jnp.where(live, _spread(advantage, live), 0).astype(jnp.float32)
+    advantage = jnp.where(live, _spread(advantage, live), 0)
     w, capped = jnp.ones(logprob.shape, jnp.float32), jnp.zeros(logprob.shape, bool)
     if behavior_logprob is not None:
         w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, fresh=on_policy, rows=rows)

@@ -44,11 +44,15 @@ LEARNING = (
     Chart("Entropy of the policy", ("entropy", "policy/entropy"), "nat"),
 )
 DATA = (
+    Chart("Kept rows by domain", ("kept/rows/",), percent=True),
     Chart("Kept by the data strategies", ("kept/",), percent=True),
+    Chart("Groups with a gradient by domain", ("effective/groups/",), percent=True),
     Chart("Groups with a gradient", ("effective/groups", "replay/effective_fraction", "replay/fresh_effective_fraction"), percent=True,
           note="their samples differ in reward"),
     Chart("Computed in the update", ("update/live_rows", "tokens/updated_share"), percent=True, note="what teaches nothing is skipped"),
+    Chart("Updated tokens by domain", ("tokens/updated_share/",), percent=True, note="of the domain's response tokens"),
     Chart("Domain mix", ("mix/",), percent=True, note="dashed: target, line: realised"),
+    Chart("What the mixer follows", ("mixer_signal/",)),
     Chart("Weights of the strategies", ("strategy/weight_",)),
     Chart("Effective sample size", ("strategy/ess", "policy/is_ess"), percent=True, note="of the weights; 100% when all are equal"),
     Chart("Replay", ("replay/",)),
@@ -72,6 +76,8 @@ SPEED = (
     Chart("Tokens of a step", ("tokens/",), note="dropped rows are generated but not updated"),
     Chart("Compilations so far", ("compiles",), smooth=False),
 )
+# Kept by domain too, in metrics.jsonl and TensorBoard: a page with all of them would not be read.
+NOT_DRAWN_BY_DOMAIN = ("kept/groups/", "kept/tokens/", "update/live_rows/", "tokens/updated/", "strategy/", "entropy_estimate/", "advantage/")
 SECTIONS = (("Learning", LEARNING), ("Data", DATA), ("Health", HEALTH), ("Speed", SPEED))
 
 
@@ -150,7 +156,8 @@ def _resolution(config: str) -> str:
 
 
 def _charts(curves: dict[str, tuple[np.ndarray, np.ndarray]], domains: Sequence[str]) -> list[str]:
-    left, sections = dict(curves), []
+    left = {n: c for n, c in curves.items() if not (n.startswith(NOT_DRAWN_BY_DOMAIN) and n.rpartition("/")[2] in domains)}
+    sections = []
     for heading, charts in SECTIONS:
         figures = []
         for chart in charts:

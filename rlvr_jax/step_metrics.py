@@ -19,11 +19,13 @@ def rollout_metrics(rollout: Rollout, reward: np.ndarray, correct: np.ndarray, v
     return values
 
 
-def mix_metrics(rows: Sequence[Any], proportions: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+def mix_metrics(rows: Sequence[Any], proportions: np.ndarray, signal: np.ndarray | None, names: Sequence[str]) -> dict[str, float]:
+    """Share of each domain asked for and drawn, and what a dynamic mixer's decision followed."""
     if len(names) < 2:
         return {}
     realised = np.bincount([r.domain for r in rows], minlength=len(names)) / len(rows)
-    return {f"mix/target/{n}": float(p) for n, p in zip(names, proportions)} | {f"mix/realised/{n}": float(p) for n, p in zip(names, realised)}
+    out = {f"mix/target/{n}": float(p) for n, p in zip(names, proportions)} | {f"mix/realised/{n}": float(p) for n, p in zip(names, realised)}
+    return out | {f"mixer_signal/{n}": float(v) for n, v in zip(names, () if signal is None else signal) if np.isfinite(v)}
 
 
 def eval_metrics(scores: Mapping[str, float]) -> dict[str, float]:

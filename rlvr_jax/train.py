@@ -24,11 +24,13 @@ from rlvr_jax import parts as part
 from rlvr_jax import replay, report
 from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
+from rlvr_jax.advantages import advantages
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.config import Config
 from rlvr_jax.evaluate import evaluate, response_texts
 from rlvr_jax.run_folder import only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
+from rlvr_jax.strategies.mix import Mixer
 from rlvr_jax.types import Rollout, TrainState, UpdateBatch
 from rlvr_jax.update import make_update
 
@@ -186,7 +188,8 @@ class _Loop:
         """One step of the flow; returns metrics whose device part is still being computed."""
         config, step = self.config, record.step
         G = config.rollout.samples_per_prompt
-        proportions = self.parts.mixer.proportions(record.mixer, step)
+        mixer = self.parts.mixer
+        proportions, signal = mixer.proportions(record.mixer, step), mixer.signal(record.mixer, step) if mixer.signal else None
         rows, record.data = self.parts.dataset.train.take(record.data, config.train.prompts_per_step, proportions)
         # The next prompts were drawn while the device still updated; from here on its time is the rollout's.
         jax.block_until_ready(state.params)
@@ -203,9 +206,7 @@ class _Loop:
         tick()
         values = observe.rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
         domain = np.array([r.domain for r in rows], np.int32)
-        for d in np.unique(domain):  # fresh groups only, before any replay
-            values_d = {"reward": reward.reshape(-1, G)[domain == d], "valid": valid.reshape(-1, G)[domain == d], "step": step}
-            record.mixer = self.parts.mixer.observe(record.mixer, int(d), values_d)
+        record.mixer = _observe(mixer, record.mixer, config.algorithm.advantage, reward.reshape(-1, G), valid.reshape(-1, G), domain, step)
         batch = to_batch(rollout, reward, correct, valid, domain)
         if config.replay is not None:
             batch, buffer, replayed = replay.apply(host["replay"], batch, prompt_id=np.array([r.prompt_id for r in rows], np.int32), step=step)
@@ -216,7 +217,7 @@ class _Loop:
         writer.write_prompts(record.step, [r.prompt_id for r in rows])
         if record.step % config.train.samples_every == 0 or record.step == 1:
             writer.write_samples(record.step, observe.samples(row_of, texts, reward, valid, G))
-        values |= observe.mix_metrics(rows, proportions, self.parts.dataset.names)
+        values |= observe.mix_metrics(rows, proportions, signal, self.parts.dataset.names)
         values |= {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
         return state, host, values | {"sums": sums, "clock": clock}
 
@@ -268,6 +269,17 @@ class _Loop:
             "updated_tokens": record.updated_tokens, "compiles": self.compiles.count, "resumed_from_step": record.resumed_from_step,
             "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
             "weights_sha256": weights_sha256(state.params)}
+
+
+def _observe(mixer: Mixer, state: Any, estimator: str, reward: np.ndarray, valid: np.ndarray, domain: np.ndarray, step: int) -> Any:
+    """Tells the mixer of this step's fresh groups, before any replay: ``reward, valid [N, G]``, ``domain [N]``."""
+    if mixer.signal is None:
+        return state
+    advantage = np.asarray(advantages(estimator, jax.numpy.asarray(reward), jax.numpy.asarray(valid)))
+    for d in np.unique(domain):
+        of = domain == d
+        state = mixer.observe(state, int(d), {"reward": reward[of], "advantage": advantage[of], "valid": valid[of], "step": step})
+    return state
 
 
 def to_batch(rollout: Rollout, reward: Any, correct: Any, valid: Any, domain: Any) -> UpdateBatch:

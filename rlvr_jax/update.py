@@ -69,8 +69,8 @@ def _update(state, batch, key, ref_params, *, model, config, strategy, optimizer
     def one(carry, u):
         params, opt_state, skipped = carry
         rows = jnp.repeat(place == u, G)
-        grads, stats, any_live = _gradients(params, batch, plan, rows, old, ref_params, model, config)
-        norm = optax.global_norm(grads)
+        grads, stats, any_live = gradients(params, batch, plan, rows, old, ref_params, model, config)
+        norm = optax.tree.norm(grads)
         ok = any_live & jnp.isfinite(norm)
         updates, new_opt = optimizer.update(grads, opt_state, params)
         keep = lambda new, prev: jnp.where(ok, new, prev)  # noqa: E731
@@ -87,7 +87,7 @@ def _update(state, batch, key, ref_params, *, model, config, strategy, optimizer
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, strategy_state=strategy_state), metrics
 
 
-def _gradients(params, batch, plan, rows, old, ref_params, model, config):
+def gradients(params, batch, plan, rows, old, ref_params, model, config):
     """Gradient of the mean loss over the selected rows, summed over the chunks of live rows; (grads, stats, any live)."""
     algo = config.algorithm
     B, T = batch.tokens.shape

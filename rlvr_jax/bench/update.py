@@ -20,7 +20,7 @@ RAGGED_MEAN = 0.3
 RAGGED_STEPS = 50
 
 
-def bench_update(workload: str, micro_batch: int = 8, repeat: int | None = None, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Iterator[dict[str, Any]]:
+def bench_update(workload: str, micro_batch: int = 4, repeat: int | None = None, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Iterator[dict[str, Any]]:
     """Measures one workload; yields one record per measurement.
 
     Keys: ``bench workload kept lengths dtype seconds tokens_per_s limit_fraction peak_mb`` and ``ratio`` (seconds over
@@ -80,7 +80,7 @@ class _Update:
         strategy, optimizer, mesh = strategies.build([]), make_optimizer(config.optimizer, 1000), make_mesh(devices=jax.devices()[:1])
         params = jax.jit(lambda key: init_params(self.model, key))(jax.random.key(0))
         self.state = init_state(params, self.model, optimizer, strategy, mesh)
-        self.update = make_update(self.model, config, strategy, optimizer, mesh)
+        self.update: Any = make_update(self.model, config, strategy, optimizer, mesh)
         self.key = jax.random.key(1)
         jax.block_until_ready(self(_batch(workload, 1)))  # compiles; one row is as good as all
 
@@ -91,7 +91,7 @@ class _Update:
     def measure(self, batch: UpdateBatch, rate: float, repeat: int) -> dict[str, Any]:
         seconds, peak = timed(lambda: self(batch), repeat, warm=0)
         alive = np.asarray(batch.valid)
-        flops = update_flops(self.model, batch.prompt_length[alive], batch.response_length[alive])
+        flops = update_flops(self.model, np.asarray(batch.prompt_length)[alive], np.asarray(batch.response_length)[alive])
         ragged = bool(np.any(np.asarray(batch.response_length) != RESPONSE))
         return {"bench": "update", "workload": self.workload, "kept": float(alive.mean()), "lengths": "geometric" if ragged else None, "dtype": self.dtype,
                 "seconds": seconds, "tokens_per_s": float(np.sum(batch.response_length)) / seconds, "limit_fraction": flops / rate / seconds, "peak_mb": peak}
@@ -104,7 +104,8 @@ def _batch(workload: str, live: int, seed: int | None = None) -> UpdateBatch:
     response = np.full(ROWS, RESPONSE) if seed is None else np.clip(rng.geometric(1 / (RAGGED_MEAN * RESPONSE), ROWS), 1, RESPONSE)
     reward = rng.random(ROWS).astype(np.float32)
     logprob = np.full((ROWS, T), -np.log(V), np.float32)
-    return UpdateBatch(
+    fields: dict[str, Any] = dict(
         tokens=rng.integers(0, V, (ROWS, T)).astype(np.int32), prompt_length=np.full(ROWS, PROMPT, np.int32), response_length=response.astype(np.int32),
         logprob=logprob, behavior_logprob=logprob, entropy=None, reward=reward, valid=np.arange(ROWS) < live, correct=reward > 0.5,
         truncated=np.zeros(ROWS, bool), policy_step=np.zeros(ROWS, np.int32), domain=np.zeros(PROMPTS, np.int32))
+    return UpdateBatch(**fields)
