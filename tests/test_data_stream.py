@@ -199,6 +199,19 @@ def test_a_domain_smaller_than_the_batch_repeats_within_it(tmp_path):
     assert len({(r.prompt_id, o) for r, o in zip(rows, count)}) == 10
 
 
+def test_a_domain_that_has_run_out_hands_its_share_over(tmp_path, numbered):
+    few = jsonl(tmp_path / "few.jsonl", [{"question": f"few{i}", "answer": "1"} for i in range(5)])
+    dataset = make({"few": {"path": str(few), "verifier": "math"}, "many": {"path": str(numbered), "verifier": "math"}},
+                   data={"exhausted": "hand_over"}, eval={"prompts_per_domain": 0})
+    rows, state = draw(dataset, 40, p=[0.5, 0.5])
+    assert len(texts(rows, "few")) == len(set(texts(rows, "few"))) <= 5 and len(texts(rows, "many")) == len(set(texts(rows, "many"))) >= 35
+    again, _ = draw(dataset, 16, p=[0.5, 0.5])
+    assert [r.prompt_id for r in again] == [r.prompt_id for r in rows[:16]]  # 4 + 4, then 1 + 7: the batch is always whole
+    assert dataset.train.restore(state) == state
+    with pytest.raises(DataError, match="every domain has run out"):
+        draw(dataset, 80, state=state, p=[0.5, 0.5])
+
+
 def test_proportions_hold_over_every_prefix_and_within_a_batch():
     dataset = make({"a": {"task": "arithmetic"}, "b": {"task": "countdown"}, "c": {"task": "knights"}})
     p, state, seen = np.array([0.55, 0.3, 0.15]), dataset.train.init(), np.zeros(3)

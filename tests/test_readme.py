@@ -10,6 +10,7 @@ import pytest
 
 from rlvr_jax import config as C
 from rlvr_jax import strategies
+from rlvr_jax.strategies.mix import build_mixer
 from rlvr_jax.types import Signals
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -33,10 +34,12 @@ def test_the_strategy_in_ten_lines(tmp_path, monkeypatch):
     np.testing.assert_array_equal(np.asarray(weights) > 0, [[True, True, False, False], [True, True, True, False]])
 
 
-@pytest.mark.parametrize("line", re.findall(r"^(?:strategies|replay|rewards|model): .*$", "\n".join(blocks("yaml")), re.M))
+@pytest.mark.parametrize("line", re.findall(r"^(?:strategies|replay|rewards|model|data): .+$", "\n".join(blocks("yaml")), re.M))
 def test_every_line_of_yaml_is_a_valid_config(line):
-    config = C.validate({**C.read_yaml(line), "data": {"domains": {"a": {"task": "arithmetic"}}}})
+    tree = C.read_yaml(line)
+    config = C.validate({**tree, "data": {"domains": {"a": {"task": "arithmetic"}, "b": {"task": "knights"}}, **tree.get("data", {})}})
     strategies.build(list(config.strategies))
+    build_mixer(config.data.mixer.name, [1, 1], **config.data.mixer.settings())
 
 
 def test_the_data_example_is_a_valid_config():

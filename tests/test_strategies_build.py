@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlvr_jax.strategies
-from rlvr_jax.strategies import Strategy, build, chain, describe, presets, reweight, scheduled, scores, select
+from rlvr_jax.strategies import Strategy, build, chain, describe, mix, presets, reweight, scheduled, scores, select
 from rlvr_jax.strategies import registry as registry_module
 from rlvr_jax.strategies.reweight import REWEIGHT_ACTS
 from rlvr_jax.strategies.select import SELECT_ACTS, band
@@ -187,11 +187,13 @@ def test_group_strategies_are_refused_without_groups():
 
 def test_describe_lists_everything_with_its_parameters():
     rows = {(e.kind, e.name): e for e in describe()}
-    for kind, table in (("preset", presets.PRESETS), ("select", SELECT_ACTS), ("reweight", REWEIGHT_ACTS), ("score", scores.SCORES)):
+    for kind, table in (("preset", presets.PRESETS), ("select", SELECT_ACTS), ("reweight", REWEIGHT_ACTS), ("score", scores.SCORES),
+                        ("mixer", {"static", *mix.DYNAMIC})):
         assert {n for k, n in rows if k == kind} == set(table)
     assert rows["preset", "difffilter"].params == {"low": 0.2, "high": 0.8}
     assert rows["select", "top_k"].params == {"k": 3, "by": "efficiency"}
     assert rows["score", "solve_rate"].source == "rlvr_jax.strategies.scores:solve_rate"
+    assert rows["mixer", "tscl"].params["temperature"] == 0.1 and rows["mixer", "tscl"].params["floor"] == 0.05
     assert all(e.doc for e in rows.values())
 
 

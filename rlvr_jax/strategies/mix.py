@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 State = Any
-SCHEDULE = ("window", "warmup_steps", "update_every", "floor")
 
 
 class Mixer(NamedTuple):
@@ -136,6 +135,14 @@ def _dynamic(domains: int, observed: str, preference: Callable[[list[Window]], t
 DYNAMIC: dict[str, Callable[..., Mixer]] = {"reward_gap": reward_gap, "dump_ucb": dump_ucb, "tscl": tscl}
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings a mixer has, with their defaults."""
+    if name == "static":
+        return {}
+    of = lambda f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}  # noqa: E731
+    return of(_dynamic) | of(DYNAMIC[name])
+
+
 def build_mixer(name: str, weights: Sequence[float] | np.ndarray, **settings: Any) -> Mixer:
     """The mixer of ``data.mixer.name`` over domains with these weights (the dynamic ones only count them).
 
@@ -144,7 +151,7 @@ def build_mixer(name: str, weights: Sequence[float] | np.ndarray, **settings: An
     """
     if name not in ("static", *DYNAMIC):
         raise ValueError(f"data.mixer.name: unknown mixer '{name}'; there are static, {', '.join(DYNAMIC)}")
-    taken = [] if name == "static" else [*SCHEDULE, *(p for p, v in inspect.signature(DYNAMIC[name]).parameters.items() if v.kind is v.KEYWORD_ONLY)]
+    taken = settings_of(name)
     if extra := sorted(set(settings) - set(taken)):
         raise ValueError(f"data.mixer.{extra[0]}: the mixer '{name}' has no such setting; it takes {', '.join(taken) or 'none'}")
     return static(weights) if name == "static" else DYNAMIC[name](len(weights), **settings)

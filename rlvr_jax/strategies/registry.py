@@ -22,6 +22,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from rlvr_jax.imports import import_path
+from rlvr_jax.strategies import mix
 from rlvr_jax.strategies.base import Strategy
 from rlvr_jax.strategies.check import check
 from rlvr_jax.strategies.compose import chain, scheduled
@@ -67,7 +68,7 @@ def build(items: Iterable[Item], *, groups: bool = True, renormalise: bool = Tru
 
 
 def describe() -> list[Entry]:
-    """All names a config may use: presets, installed entry points, acts, scores."""
+    """All names a config may use: presets, installed entry points, acts, scores, and the mixers of ``data.mixer``."""
     rows = [_entry(n, "preset", f) for n, f in PRESETS.items()]
     for point in metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -76,7 +77,8 @@ def describe() -> list[Entry]:
             rows.append(Entry(point.name, "installed", f"cannot be loaded: {_one_line(e)}", {}, point.value))
     for kind, table in (("select", SELECT_ACTS), ("reweight", REWEIGHT_ACTS), ("score", SCORES)):
         rows += [_entry(n, kind, f, skip=1 if kind == "score" else 2) for n, f in table.items()]
-    return rows
+    mixers = {"static": mix.static, **mix.DYNAMIC}
+    return rows + [_entry(n, "mixer", f)._replace(params=mix.settings_of(n)) for n, f in mixers.items()]
 
 
 def _entry(name: str, kind: str, f: Any, source: str | None = None, skip: int = 0) -> Entry:
