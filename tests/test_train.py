@@ -18,7 +18,8 @@ from rlvr_jax.train import train
 
 TINY = {
     "data": {"domains": {"sums": {"task": "arithmetic", "task_args": {"digits": [1, 2], "ops": "+"}},
-                         "knights": {"task": "knights", "task_args": {"people": [2, 2]}, "weight": 0.5}}, "max_prompt_length": 32},
+                         "knights": {"task": "knights", "task_args": {"people": [2, 2]}}}, "max_prompt_length": 32,
+             "mixer": {"name": "dump_ucb", "warmup_steps": 1, "update_every": 1}},
     "rollout": {"samples_per_prompt": 4, "max_new_tokens": 40},
     "optimizer": {"learning_rate": 3e-4},
     "train": {"steps": 6, "prompts_per_step": 6, "micro_batch": 12, "save_every": 2, "eval_every": 3, "samples_every": 2},
@@ -146,10 +147,12 @@ def shortest(answer_text: str, answer: str, **fields) -> float:
 
 def test_the_python_api_takes_functions_and_strategies(tmp_path):
     tree = {**TINY, "run_dir": str(tmp_path / "run"), "eval": {"prompts_per_domain": 0}, "train": {**TINY["train"], "steps": 2}}
-    summary = rlvr_jax.train(tree, rewards=[shortest], strategies=["maxvar"])
+    summary = rlvr_jax.train(tree, rewards=[shortest], strategies=["maxvar", "per"])  # beside the mixer: all three at once
     assert summary["steps"] == 2 and summary["eval"] == {"before": {}, "after": {}}
     last = read_records(tmp_path / "run" / "metrics.jsonl")[-1]
     assert 0 < last["reward/mean"] < 0.5 and last["kept/rows"] == pytest.approx(0.5)
+    assert last["kept/rows/sums"] == pytest.approx(0.5) and last["strategy/weight_std"] > 0  # weights of rows have mean 1 over rows, not over tokens
+    assert last["mix/target/sums"] + last["mix/target/knights"] == pytest.approx(1) and last["mixer_signal/sums"] > 0
 
 
 @pytest.mark.slow
