@@ -198,7 +198,7 @@ def _strategies(args: argparse.Namespace) -> None:
 
     entries = [e for e in describe() if args.name in (None, e.name)]
     if not entries:
-        raise ValueError(f"no strategy, score or act is called '{args.name}'; 'rlvr-jax strategies' lists them")
+        raise ValueError(f"no strategy, score, act or mixer is called '{args.name}'; 'rlvr-jax strategies' lists them")
     console = Console(soft_wrap=True)
     for e in entries:
         params = ", ".join(f"{k}={v}" for k, v in e.params.items())

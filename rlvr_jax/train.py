@@ -30,7 +30,7 @@ from rlvr_jax.config import Config
 from rlvr_jax.evaluate import evaluate, response_texts
 from rlvr_jax.run_folder import only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
-from rlvr_jax.strategies.mix import Mixer
+from rlvr_jax.strategies.mix import Mixer, build_mixer
 from rlvr_jax.types import Rollout, TrainState, UpdateBatch
 from rlvr_jax.update import make_update
 
@@ -69,6 +69,9 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     config = as_config(config, overrides)
     configs.check_for_training(config)
     assert config.run_dir is not None
+    # Before a folder is made: what can be refused by its name alone.
+    strategy_room.build(list(config.strategies if strategies is None else strategies))
+    build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
     with only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
         return loop.run()
 
@@ -271,11 +274,14 @@ class _Loop:
             "weights_sha256": weights_sha256(state.params)}
 
 
+_advantages = jax.jit(advantages, static_argnums=0)
+
+
 def _observe(mixer: Mixer, state: Any, estimator: str, reward: np.ndarray, valid: np.ndarray, domain: np.ndarray, step: int) -> Any:
     """Tells the mixer of this step's fresh groups, before any replay: ``reward, valid [N, G]``, ``domain [N]``."""
     if mixer.signal is None:
         return state
-    advantage = np.asarray(advantages(estimator, jax.numpy.asarray(reward), jax.numpy.asarray(valid)))
+    advantage = np.asarray(_advantages(estimator, reward, valid))
     for d in np.unique(domain):
         of = domain == d
         state = mixer.observe(state, int(d), {"reward": reward[of], "advantage": advantage[of], "valid": valid[of], "step": step})

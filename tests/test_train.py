@@ -79,8 +79,11 @@ def test_the_run_folder_holds_everything(whole):
 def test_prompts_follow_the_mix(whole):
     _, run, _ = whole
     assert len(prompts(run)) == 6 and all(len(ids) == 6 for _, ids in prompts(run))
-    last = read_records(run / "metrics.jsonl")[-1]
-    assert last["mix/target/sums"] == pytest.approx(2 / 3) and last["mix/realised/sums"] == pytest.approx(4 / 6)
+    steps = [r for r in read_records(run / "metrics.jsonl") if "mix/target/sums" in r]
+    target, realised = ([r[f"mix/{kind}/sums"] for r in steps] for kind in ("target", "realised"))
+    assert target[0] == pytest.approx(0.5) and target[-1] != pytest.approx(0.5)  # uniform at first, then as the mixer says
+    owed = 6 * np.cumsum(np.subtract(target, realised))
+    assert np.abs(owed).max() < 1, (target, realised)  # within one prompt over every prefix
 
 
 def checkpoints(run):

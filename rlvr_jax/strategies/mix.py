@@ -67,8 +67,10 @@ def reward_gap(domains: int, *, temperature: float = 1.0, **schedule: Any) -> Mi
 
 
 def dump_ucb(domains: int, *, temperature: float = 1.0, exploration: float = 1.0, **schedule: Any) -> Mixer:
-    """More prompts where advantages are large, with a bonus for domains seen seldom (arXiv 2504.09710):
-    ``softmax((mean |A| + c sqrt(2 ln(n + 1) / (n_d + 1))) / temperature)``, n_d prompts of the domain so far, n of all."""
+    """More prompts where advantages are large, with a bonus for domains seen seldom (arXiv 2504.09710).
+
+    ``softmax((mean |A| + exploration sqrt(2 ln(n + 1) / (n_d + 1))) / temperature)``, n_d prompts of the domain so far, n of all.
+    """
     def preference(windows: list[Window]) -> tuple[np.ndarray, np.ndarray]:
         value, n = np.array([w.mean() for w in windows]), np.array([w.prompts for w in windows], np.float64)
         return value, (value + exploration * np.sqrt(2 * np.log(n.sum() + 1) / (n + 1))) / temperature
@@ -144,7 +146,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def build_mixer(name: str, weights: Sequence[float] | np.ndarray, **settings: Any) -> Mixer:
-    """The mixer of ``data.mixer.name`` over domains with these weights (the dynamic ones only count them).
+    """The mixer of ``data.mixer.name`` over domains with these weights (the dynamic ones start uniform and only count them).
 
     Raises:
       ValueError: unknown name, a setting that the mixer does not have, a floor that leaves nothing.
