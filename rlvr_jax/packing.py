@@ -31,8 +31,8 @@ class Layout(NamedTuple):
 def lay_out(length: Array, live: Array, T: int, *, micro_batch: int, devices: int = 1, packed: bool = True) -> Layout:
     """Places the live rows.
 
-    Packed: longest row first, each into the first chunk with room for it, there into the emptiest stream (first-fit
-    decreasing: at most about a ninth more chunks than the best packing, and never more than without packing).
+    Packed: longest row first, each into the first chunk with room for it, there into the emptiest stream;
+    never more chunks than without packing.
     Otherwise every live row takes ``T`` slots, in the order of the batch, and is a stream of its own.
 
     Args:
@@ -96,3 +96,8 @@ def gather(layout: Layout, tokens: Array, per_token: Mapping[str, Array], per_ro
            "position": jnp.where(empty, 0, own % T), "segment": jnp.where(empty, 0, row + 1)}
     out |= {name: pick(x.reshape(-1), following) for name, x in per_token.items()}
     return out | {name: pick(x, row) for name, x in per_row.items()}
+
+
+def turn(chunks: Mapping[str, Array], i: Array | int) -> dict[str, Array]:
+    """Chunk ``i`` of what :func:`gather` returned."""
+    return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in chunks.items()}

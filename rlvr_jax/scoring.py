@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from rlvr_jax.config import Config
 from rlvr_jax.kernels.token_logprob.api import token_logprob
 from rlvr_jax.models.decoder import DecoderConfig, forward, head_matrix
-from rlvr_jax.packing import Layout, gather, lay_out
+from rlvr_jax.packing import gather, lay_out, turn
 from rlvr_jax.types import Array
 
 
@@ -35,7 +35,7 @@ def chunk_logprob(params: Any, model: DecoderConfig, config: Config, chunk: dict
 
 
 def row_logprob(params: Any, model: DecoderConfig, config: Config, tokens: Array, length: Array, mask: Array) -> Array:
-    """``tokens [B, T], length [B], mask [B, T] -> logprob [B, T]``, tempered, 0 where the mask is False; differentiable.
+    """``tokens [B, T], length [B], mask [B, T] -> logprob [B, T]``, tempered, 0 where the mask is False; no gradient.
 
     Computes the rows that have a masked token, in micro-batches of ``train.micro_batch``, packed if ``train.packing``.
     """
@@ -44,11 +44,8 @@ def row_logprob(params: Any, model: DecoderConfig, config: Config, tokens: Array
     chunks = gather(layout, tokens, {"mask": mask}, {})
 
     def body(i: Array, out: Array) -> Array:
-        chunk = {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in chunks.items()}
+        chunk = turn(chunks, i)
         logprob, _ = chunk_logprob(params, model, config, chunk, layout.T)
         return out.at[chunk["following"].reshape(-1)].set(logprob.reshape(-1), mode="drop")
 
     return jax.lax.fori_loop(0, layout.trips, body, jnp.zeros(B * T, jnp.float32)).reshape(B, T)
-
-
-__all__ = ["Layout", "batch_devices", "chunk_logprob", "hidden_states", "row_logprob"]

@@ -19,7 +19,7 @@ from rlvr_jax.coefficients import Metrics, make_coefficients
 from rlvr_jax.config import Config
 from rlvr_jax.kernels.token_logprob.api import token_logprob, token_loss
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params
-from rlvr_jax.packing import gather, lay_out
+from rlvr_jax.packing import gather, lay_out, turn
 from rlvr_jax.scoring import batch_devices, chunk_logprob, hidden_states, row_logprob
 from rlvr_jax.sharding import named
 from rlvr_jax.state import state_shardings
@@ -110,19 +110,15 @@ def gradients(params, batch, plan, rows, old, ref_params, model, config):
 
     def body(i, carry):
         grads, stats = carry
-        (_, s), g = jax.value_and_grad(loss_fn, has_aux=True)(params, _turn(chunks, i))
+        (_, s), g = jax.value_and_grad(loss_fn, has_aux=True)(params, turn(chunks, i))
         return jax.tree.map(jnp.add, grads, g), losses.merge_stats(stats, s)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    shape = jax.eval_shape(lambda: loss_fn(params, _turn(chunks, 0))[1])
+    shape = jax.eval_shape(lambda: loss_fn(params, turn(chunks, 0))[1])
     stats = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
     grads, stats = jax.lax.fori_loop(0, layout.trips, body, (zeros, stats))
     stats["update/loss"] = (stats["update/loss"][0], jnp.float32(1))
     return grads, stats, layout.trips > 0
-
-
-def _turn(chunks, i):
-    return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in chunks.items()}
 
 
 def _chunk_loss(params, chunk, T, num_rows, model, config):
