@@ -4,7 +4,6 @@ Every default is a decision; every field is read somewhere (``tests/test_config.
 combination raises :class:`ConfigError`, one line that names the field and the nearest valid key. No jax in here.
 """
 
-import difflib
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from typing import Any, Literal, Self
 
 import pydantic
 import yaml
+
+from rlvr_jax.config_errors import explain
 
 
 class ConfigError(ValueError):
@@ -356,7 +357,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate_json(json.dumps(tree))
     except pydantic.ValidationError as e:
-        raise ConfigError(_explain(e)) from None
+        raise ConfigError(explain(e, Config)) from None
     except TypeError as e:
         raise ConfigError(f"config holds something that is no plain YAML value: {e}") from None
 
@@ -368,36 +369,3 @@ def dump(config: Config) -> str:
 
 def _one_line(e: Exception) -> str:
     return " ".join(str(e).split())
-
-
-def _explain(error: pydantic.ValidationError) -> str:
-    # An unknown key is the likeliest root of the others ('missing task' after a misspelt 'taks'), so it is named first.
-    errors = sorted(error.errors(include_url=False), key=lambda x: x["type"] != "extra_forbidden")
-    e = errors[0]
-    where = ".".join(str(p) for p in e["loc"])
-    if e["type"] == "extra_forbidden":
-        keys = _valid_keys(e["loc"][:-1])
-        near = difflib.get_close_matches(str(e["loc"][-1]), keys, n=1, cutoff=0.0)
-        return f"unknown key '{where}'; nearest valid key: '{near[0] if near else keys}'"
-    message = e["msg"].removeprefix("Value error, ")
-    if e["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}: {message[0].lower() + message[1:]}, got {e['input']!r}"
-
-
-def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
-    """Field names of the model at a path; a step through a dict (a domain's name) does not change the model."""
-    model: Any = Config
-    for part in loc:
-        field = model.model_fields.get(part)
-        if field is None:
-            continue
-        for candidate in _models_in(field.annotation):
-            model = candidate
-    return list(model.model_fields)
-
-
-def _models_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, Strict):
-        return [annotation]
-    return [m for a in getattr(annotation, "__args__", ()) for m in _models_in(a)]
