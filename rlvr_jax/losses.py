@@ -18,9 +18,10 @@ from rlvr_jax.kernels.token_logprob.objective import Objective
 Array = jax.Array
 
 
-def objective_of(algorithm: Algorithm) -> Objective:
+def objective_of(a: Algorithm) -> Objective:
     """The part of the configuration that a token's loss depends on."""
-    return Objective(**{name: getattr(algorithm, name) for name in Objective._fields})
+    return Objective(objective=a.objective, clip_low=a.clip_low, clip_high=a.clip_high, dual_clip=a.dual_clip, is_level=a.is_level, is_cap=a.is_cap,
+                     kl_coef=a.kl_coef, kl_estimator=a.kl_estimator, kl_in_reward=a.kl_in_reward, entropy_coef=a.entropy_coef)
 
 
 class Counts(NamedTuple):
