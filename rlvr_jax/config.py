@@ -96,11 +96,37 @@ class Mixer(Strict):
         return {k: v for k, v in self.model_dump().items() if v is not None and k != "name"}
 
 
+class Prompts(Strict):
+    """null = the kind's own default (``rlvr_jax/strategies/prompts.py``); a setting that the kind does not have is refused."""
+
+    kind: Literal["random", "mopps", "greso"] = "random"
+    """Which prompts of a domain are rolled out. random: in the order of the data. mopps: those whose success rate, drawn from
+    a posterior, is nearest to 0.5 (arXiv 2507.04632). greso: prompts that taught nothing lately are skipped at random
+    (arXiv 2506.02177). Both learn from prompts that come again."""
+    candidates: int | None = pydantic.Field(None, ge=1)
+    """Candidates looked at per slot (mopps 8; greso 4, at most)."""
+    decay: float | None = pydantic.Field(None, ge=0, le=1)
+    """mopps: what a posterior keeps at each visit of its prompt (0.5; 1 for a policy that hardly moves)."""
+    zero_variance_target: float | None = pydantic.Field(None, gt=0, lt=1)
+    """greso: share of rolled-out groups that may teach nothing (0.25): a third of it all right, two thirds all wrong."""
+    remembered: int | None = pydantic.Field(None, ge=1)
+    """Prompts that are remembered (65536); beyond, the one visited longest ago is forgotten."""
+
+    @pydantic.model_validator(mode="after")
+    def _taken(self) -> Self:
+        taken = {"random": (), "mopps": ("candidates", "decay", "remembered"), "greso": ("candidates", "zero_variance_target", "remembered")}[self.kind]
+        for name in type(self).model_fields:
+            if name not in ("kind", *taken) and getattr(self, name) is not None:
+                raise ValueError(f"prompts '{self.kind}' has no setting '{name}'; it takes {', '.join(taken) or 'none'}")
+        return self
+
+
 class Data(Strict):
     domains: dict[str, Domain] = {"arithmetic": Domain(task="arithmetic")}
     root: str | None = None
     """Folder that relative paths start from; default $RLVR_DATA, else the working directory."""
     mixer: Mixer = Mixer()
+    prompts: Prompts = Prompts()
     max_prompt_length: int = pydantic.Field(128, gt=0)
     overlong_prompt: Literal["drop", "truncate"] = "drop"
     """drop: skipped with a counter; truncate: tokens are cut from the left."""
@@ -152,12 +178,19 @@ class Algorithm(Strict):
     loss_denominator: Literal["kept", "all"] = "kept"
     success_threshold: float = 0.5
     is_cap: float | None = 2.0
-    """Cap of the importance weight old/behaviour; null = none."""
+    """Bound of the importance weight old/behaviour; null = none."""
+    is_mode: Literal["cap", "mask"] = "cap"
+    """A weight above is_cap becomes is_cap (cap) or 0 (mask)."""
     is_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
+    off_policy: Literal["decoupled", "naive", "behaviour"] = "decoupled"
+    """Rows that other weights sampled. decoupled: clipped around the old policy, importance weight old/behaviour
+    (arXiv 2110.00641). Ablations: naive: as if on-policy, weight 1; behaviour: clipped around the behaviour policy, weight 1."""
     recompute_old: bool = False
     """Compute logprob_old in its own pass even with one update per batch."""
     mask_truncated: bool = False
     """Overlong filtering: rows that ran into max_new_tokens get weight 0."""
+    overlong_buffer: int | None = pydantic.Field(None, ge=1)
+    """Soft overlong penalty, in tokens: the reward falls by up to 1 over the last so many of max_new_tokens; null = off."""
 
     @pydantic.model_validator(mode="after")
     def _kl(self) -> Self:
@@ -179,10 +212,47 @@ class Optimizer(Strict):
 
 
 class Replay(Strict):
-    kind: Literal["popo"] = "popo"
-    """popo: slots of ineffective groups are filled with the most recent effective groups (arXiv 2606.01281)."""
+    """null = the kind's own default; a setting that the kind does not have is refused."""
+
+    kind: Literal["popo", "filter", "ineffective", "stale", "kl", "hybrid", "arpo"] = "popo"
+    """What happens to the slots of ineffective groups. popo: the most recent effective groups (arXiv 2606.01281). Its
+    ablations: filter (dropped, no refill), ineffective (the most recent groups, effective or not), stale (groups at least
+    min_age steps old), kl (the groups nearest to the current policy; one forward pass over the buffer). hybrid: popo with a
+    reservoir of older groups beside it. arpo: a stored success in each group that failed throughout (arXiv 2505.16282)."""
+    by: Literal["reward", "accuracy"] = "reward"
+    """What must differ within an effective group: the training reward, or the verdicts."""
     capacity: int | None = pydantic.Field(None, gt=0)
-    """Groups in the buffer; default: prompts per step."""
+    """Groups in the buffer: prompts per step (stale: times min_age). arpo: rows, 8 times those of a step; 12 bytes a token."""
+    min_age: int | None = pydantic.Field(None, ge=1)
+    """stale: steps (8)."""
+    max_age: int | None = pydantic.Field(None, ge=1)
+    """Older groups are not replayed: no bound; hybrid: 16, for the reservoir alone."""
+    reservoir: int | None = pydantic.Field(None, ge=1)
+    """hybrid: groups kept of all effective ones seen, uniformly (4 times capacity)."""
+    reservoir_share: float | None = pydantic.Field(None, ge=0, le=1)
+    """hybrid: probability that a slot is filled from the reservoir (0.2)."""
+    successes_per_prompt: int | None = pydantic.Field(None, ge=1)
+    """arpo: 8."""
+
+    @pydantic.model_validator(mode="after")
+    def _taken(self) -> Self:
+        buffered = ("by", "capacity", "max_age")
+        taken = {"filter": ("by",), "stale": (*buffered, "min_age"), "hybrid": (*buffered, "reservoir", "reservoir_share"),
+                 "arpo": ("capacity", "successes_per_prompt")}.get(self.kind, buffered)
+        for name, field in type(self).model_fields.items():
+            if name not in ("kind", *taken) and getattr(self, name) != field.default:
+                raise ValueError(f"replay '{self.kind}' has no setting '{name}'; it takes {', '.join(taken)}")
+        if self.min_age and self.max_age and self.min_age > self.max_age:
+            raise ValueError(f"min_age {self.min_age} is above max_age {self.max_age}: no group could be replayed")
+        return self
+
+
+class DynamicSampling(Strict):
+    max_batches: int = pydantic.Field(10, ge=1)
+    """Batches of prompts generated for one step until train.prompts_per_step groups are effective (arXiv 2503.14476); then
+    the step trains on what there is."""
+    by: Literal["reward", "accuracy"] = "reward"
+    """What must differ within an effective group: the training reward, or the verdicts (use it with an overlong penalty)."""
 
 
 class Train(Strict):
@@ -253,6 +323,7 @@ class Config(Strict):
     strategies: tuple[str | dict[str, Any], ...] = ()
     """Presets, {select|reweight: act, score: ...} mappings, or module:function; applied in order."""
     replay: Replay | None = None
+    dynamic_sampling: DynamicSampling | None = None
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     eval: Eval = Eval()
@@ -267,6 +338,10 @@ class Config(Strict):
              f"train.updates_per_batch: {self.train.updates_per_batch} does not divide train.prompts_per_step {self.train.prompts_per_step}"),
             (self.train.micro_batch % (self.mesh.data * self.mesh.fsdp) == 0,
              f"train.micro_batch: {self.train.micro_batch} is not a multiple of mesh.data*mesh.fsdp = {self.mesh.data * self.mesh.fsdp}"),
+            ((self.algorithm.overlong_buffer or 0) <= self.rollout.max_new_tokens,
+             f"algorithm.overlong_buffer: {self.algorithm.overlong_buffer} is more than rollout.max_new_tokens {self.rollout.max_new_tokens}"),
+            (self.data.prompts.remembered is None or self.data.prompts.remembered >= self.train.prompts_per_step,
+             f"data.prompts.remembered: {self.data.prompts.remembered} is less than train.prompts_per_step {self.train.prompts_per_step}"),
             (all(len(r) == 1 for r in self.rewards) and len(self.rewards) > 0, "rewards: a list of one-entry mappings, e.g. [{math: 1.0}, {format: 0.1}]"),
         ]
         for good, message in check:

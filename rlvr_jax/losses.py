@@ -21,6 +21,7 @@ Array = jax.Array
 def objective_of(a: Algorithm) -> Objective:
     """The part of the configuration that a token's loss depends on."""
     return Objective(objective=a.objective, clip_low=a.clip_low, clip_high=a.clip_high, dual_clip=a.dual_clip, is_level=a.is_level, is_cap=a.is_cap,
+                     is_mode=a.is_mode, off_policy=a.off_policy,
                      kl_coef=a.kl_coef, kl_estimator=a.kl_estimator, kl_in_reward=a.kl_in_reward, entropy_coef=a.entropy_coef)
 
 

@@ -136,9 +136,11 @@ def _chunk_loss(params: Any, chunk: dict[str, Array], T: int, num_rows: int, mod
 
 def _named(stats: Metrics) -> Metrics:
     """Metric names, and pairs whose quotient is the value: a maximum counts once, the effective sample size is a ratio."""
-    w, n = stats["is_weight"]
-    square = stats.pop("is_weight_sq")[0]
-    out = {"policy/is_ess": (w * w, n * square)}
+    out = {}
+    for ess, weight in (("policy/is_ess", "is_weight"), ("replay/ess", "stale_weight")):
+        w, n = stats[weight]
+        out[ess] = (w * w, n * stats.pop(f"{weight}_sq")[0])
+    out["replay/is_weight"] = stats.pop("stale_weight")
     for name, (total, count) in stats.items():
         group, _, rest = name.rpartition("/")
         if name.endswith("_max"):

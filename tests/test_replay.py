@@ -5,43 +5,12 @@ import dataclasses
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from replay_cases import G, T, make, origin, step, value
 
 from rlvr_jax import replay
+from rlvr_jax.replay.choice import recent
+from rlvr_jax.replay.fill import fill
 from rlvr_jax.types import UpdateBatch
-
-G, T = 4, 6
-
-
-def make(step, solved, *, prompt=None, T=T, entropy=False):
-    """Groups with ``solved`` right rows each; every value tells which step and group it belongs to."""
-    N = len(solved)
-    group = np.repeat(np.arange(N), G)
-    tag = (100 * step + 10 * group + np.tile(np.arange(G), N)).astype(np.int32)
-    reward = (np.tile(np.arange(G), N) < np.repeat(solved, G)).astype(np.float32)
-    per_token = np.zeros((N * G, T), np.float32)
-    per_token[:, 1:4] = tag[:, None]
-    batch = UpdateBatch(
-        tokens=per_token.astype(np.int32), prompt_length=np.full(N * G, 1, np.int32), response_length=np.full(N * G, 3, np.int32),
-        logprob=-per_token, behavior_logprob=-per_token - 1, entropy=per_token / 2 if entropy else None, reward=reward,
-        valid=np.ones(N * G, bool), correct=reward > 0.5, truncated=np.zeros(N * G, bool), policy_step=np.full(N * G, step, np.int32),
-        domain=np.arange(N, dtype=np.int32))
-    return batch, np.arange(N) + 1000 * step if prompt is None else np.asarray(prompt)
-
-
-def step(state, number, solved, **kwargs):
-    by = kwargs.pop("by", "reward")
-    batch, prompt_id = make(number, solved, **kwargs)
-    return replay.apply(state, batch, prompt_id=prompt_id, step=number, by=by)
-
-
-def origin(batch, N):
-    """(step, group) that each slot's tokens come from."""
-    return [divmod(int(t) // 10, 10) for t in batch.tokens.reshape(N, G, -1)[:, 0, 1]]
-
-
-def value(metrics, name):
-    total, count = metrics[f"replay/{name}"]
-    return total / count
 
 
 def test_the_stored_fields_are_those_of_a_batch():
@@ -194,7 +163,7 @@ def test_misfits_are_refused():
 
 
 def test_processes_that_see_the_same_choose_the_same():
-    """The choice reads only insertion order and the effective flags, so it is the same on every host."""
-    serial = np.int32([6, 7, 4, 5, -1])
-    choice = replay.fill({"serial": serial}, np.array([True, False, False, True, False, False, False, False]))
-    assert choice.tolist() == [-1, 1, 0, -1, 3, 2, -1, -1]
+    """The choice reads only insertion order, ages and the effective flags, so it is the same on every host."""
+    state = {"serial": np.int32([6, 7, 4, 5, -1]), "policy_step": np.zeros((5, G), np.int32)}
+    effective = np.array([True, False, False, True, False, False, False, False])
+    assert fill(effective, recent()(state, 6, 9, None)).tolist() == [-1, 1, 0, -1, 3, 2, -1, -1]

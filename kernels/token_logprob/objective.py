@@ -52,13 +52,14 @@ def _spread(x: Array, like: Array) -> Array:
 
 
 def importance_weight(old_logprob: Array, behavior_logprob: Array, mask: Array, *, level: str = "token",
-                      cap: float | None = None, fresh: Array | None = None, rows: Rows | None = None) -> tuple[Array, Array]:
+                      cap: float | None = None, mode: str = "cap", fresh: Array | None = None, rows: Rows | None = None) -> tuple[Array, Array]:
     """``w = stop_grad(exp(old - behaviour))``, the correction for rows another policy sampled (arXiv 2110.00641).
 
     Args:
       old_logprob, behavior_logprob, mask: ``[B, T]``.
       level: 'token', or one weight per row: 'sequence_mean' (geometric mean of the ratios), 'sequence_sum' (product).
       cap: upper bound of w, or None.
+      mode: a w above the cap becomes the cap ('cap') or 0 ('mask').
       fresh: ``[B]`` or ``[B, T] bool`` where w is set to exactly 1, or None.
       rows: where rows are not the last axis.
 
@@ -66,7 +67,7 @@ def importance_weight(old_logprob: Array, behavior_logprob: Array, mask: Array, 
       ``(w [B, T], capped [B, T] bool)``; outside ``mask`` 1 and False.
 
     Raises:
-      ValueError: unknown level.
+      ValueError: unknown level or mode.
     """
     log_ratio = bounded_log_ratio(old_logprob, behavior_logprob, mask)
     if level == "sequence_mean":
@@ -78,8 +79,11 @@ def importance_weight(old_logprob: Array, behavior_logprob: Array, mask: Array, 
         raise ValueError(f"importance weight level '{level}' is not known; use token, sequence_mean or sequence_sum")
     needed = mask if fresh is None else mask & ~_spread(fresh, mask)
     w = jnp.where(needed, jnp.exp(log_ratio), 1)
-    capped = jnp.zeros(w.shape, bool) if cap is None else w > cap
-    return jax.lax.stop_gradient(w if cap is None else jnp.where(needed, jnp.minimum(w, cap), 1)), capped & needed
+    if mode not in ("cap", "mask"):
+        raise ValueError(f"importance weight mode '{mode}' is not known; use cap or mask")
+    capped = jnp.zeros(w.shape, bool) if cap is None else (w > cap) & needed
+    bound = cap if cap is not None and mode == "cap" else 0.0
+    return jax.lax.stop_gradient(jnp.where(capped, bound, w)), capped
 
 
 def clipped_surrogate(ratio: Array, advantage: Array, low: float, high: float, dual_clip: float | None = None) -> Array:
@@ -123,7 +127,10 @@ class Objective(NamedTuple):
         is a constant, arXiv 2506.13585).
       clip_low, clip_high: the ratio is clipped to ``[1 - clip_low, 1 + clip_high]``.
       dual_clip: see :func:`clipped_surrogate`.
-      is_level, is_cap: see :func:`importance_weight`.
+      is_level, is_cap, is_mode: see :func:`importance_weight`.
+      off_policy: what is done about tokens of another policy: 'decoupled' (clipped around old, weighted by old / behaviour,
+        arXiv 2110.00641), 'naive' (clipped around old, weight 1: as if on-policy) or 'behaviour' (clipped around the
+        behaviour policy, weight 1).
       kl_coef, kl_estimator: see :func:`kl_estimate`; with ``kl_in_reward`` the KL is only measured here.
       entropy_coef: of the entropy bonus.
     """
@@ -134,6 +141,8 @@ class Objective(NamedTuple):
     dual_clip: float | None = None
     is_level: str = "token"
     is_cap: float | None = 2.0
+    is_mode: str = "cap"
+    off_policy: str = "decoupled"
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_in_reward: bool = False
@@ -150,6 +159,9 @@ def policy_objective(cfg: Objective, *, logprob: Array, behavior_logprob: Array 
                      entropy: Array | None = None, on_policy: Array | None = None, fresh: Array | None = None,
                      sampler_logprob: Array | None = None, rows: Rows | None = None) -> tuple[Array, Stats]:
     """Loss of each token: ``-weight * w * surrogate + kl_coef * KL - entropy_coef * entropy``.
+
+    Where ``off_policy`` is not 'decoupled' w is 1; 'behaviour' puts ``behavior_logprob`` in the place of old, except on
+    ``on_policy`` tokens.
 
     Args:
       cfg: objective, clip bounds, KL, entropy and importance-weight fields are read.
@@ -172,19 +184,26 @@ def policy_objective(cfg: Objective, *, logprob: Array, behavior_logprob: Array 
       ``name -> (sum, count)``, see :func:`fold_stats`.
 
     Raises:
-      ValueError: an input that the configuration needs is missing.
+      ValueError: an input that the configuration needs is missing, unknown ``off_policy``.
     """
+    if cfg.off_policy not in ("decoupled", "naive", "behaviour"):
+        raise ValueError(f"off_policy '{cfg.off_policy}' is not known; use decoupled, naive or behaviour")
     live = mask.astype(bool) & (weight != 0)
     fixed = jax.lax.stop_gradient(logprob)
     old = fixed if old_logprob is None else jax.lax.stop_gradient(old_logprob)
     advantage = jnp.where(live, _spread(advantage, live), 0)
     w, capped = jnp.ones(logprob.shape, jnp.float32), jnp.zeros(logprob.shape, bool)
-    if behavior_logprob is not None:
-        w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, fresh=on_policy, rows=rows)
-    surrogate, ratio = _surrogate(cfg, logprob, fixed, old, advantage, live, rows)
+    around = old
+    if behavior_logprob is not None and cfg.off_policy == "decoupled":
+        w, capped = importance_weight(old, behavior_logprob, live, level=cfg.is_level, cap=cfg.is_cap, mode=cfg.is_mode, fresh=on_policy, rows=rows)
+    elif behavior_logprob is not None and cfg.off_policy == "behaviour":
+        around = behavior_logprob if on_policy is None else jnp.where(_spread(on_policy, live), old, behavior_logprob)
+    surrogate, ratio = _surrogate(cfg, logprob, fixed, around, advantage, live, rows)
     loss = -jnp.where(live, weight, 0) * w * surrogate
     stats = _ratio_stats(cfg, jax.lax.stop_gradient(ratio), advantage, live)
     stats |= {"is_weight": _total(w, live), "is_weight_sq": _total(w**2, live), "is_capped": _total(capped, live)}
+    stale = jnp.zeros(live.shape, bool) if fresh is None else live & ~_spread(fresh, live)
+    stats |= {"stale_weight": _total(w, stale), "stale_weight_sq": _total(w**2, stale)}
     stored = behavior_logprob if sampler_logprob is None else sampler_logprob
     if stored is not None:
         stats |= _gap_stats(old, stored, live if fresh is None else live & _spread(fresh, live))

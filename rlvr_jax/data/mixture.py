@@ -14,6 +14,7 @@ import numpy as np
 
 from rlvr_jax.data.rows import DataError, Example, Row, digest, prompt_id
 from rlvr_jax.strategies.mix import largest_remainder
+from rlvr_jax.strategies.prompts import Proposal
 
 State = dict[str, Any]
 VERSION = 1
@@ -82,6 +83,31 @@ def interleave(counts: Sequence[int]) -> list[int]:
     return [d for _, d in sorted(slots)]
 
 
+Propose = Callable[[Sequence[np.ndarray], np.ndarray], Sequence[Proposal]]
+"""``(prompt ids of the candidates per domain, counts per domain) -> a proposal per domain``."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A domain's next usable prompts. ``after[k]``: position and prompts dropped for their length once k rows are taken;
+    ``end``: the same when all are, and the domain's tail has been passed."""
+
+    rows: list[Row]
+    after: list[tuple[int, int]]
+    end: tuple[int, int]
+
+    def all(self) -> tuple[list[Row], int, int]:
+        return self.rows, *self.end
+
+    def chosen(self, proposal: Proposal) -> tuple[list[Row], int, int]:
+        return [self.rows[int(i)] for i in proposal.indices], *(self.end if proposal.seen >= len(self.rows) else self.after[proposal.seen])
+
+
+def _wanted(source: Source, count: int, candidates: int) -> int:
+    """Candidates for ``count`` slots: not more than an epoch, in which every prompt comes once."""
+    return count * candidates if source.size is None else min(count * candidates, max(count, source.size))
+
+
 class Stream:
     """``init() -> state``; ``take(state, n, proportions) -> (rows, state)``: pure, the state is small and JSON-able.
 
@@ -97,11 +123,15 @@ class Stream:
         return {"version": VERSION, "fingerprint": dict(self.fingerprint), "position": dict.fromkeys(names, 0),
                 "carry": dict.fromkeys(names, 0.0), "prompts_too_long": dict.fromkeys(names, 0)}
 
-    def take(self, state: State, n: int, proportions: Sequence[float] | np.ndarray) -> tuple[list[Row], State]:
+    def take(self, state: State, n: int, proportions: Sequence[float] | np.ndarray, propose: Propose | None = None, candidates: int = 1
+             ) -> tuple[list[Row], State]:
         """The next n prompts.
 
         Args:
           proportions: ``[domains]``, sum 1, in the order of the config.
+          propose: chooses among a domain's next prompts; None takes them as they come. It is asked with the prompt ids of
+            ``candidates`` times as many as the domain has slots (at most one epoch of it), and the domain goes on behind
+            the last one it looked at: a prompt passed over comes again in the next epoch.
 
         Returns:
           (n rows with domains spread evenly, the next state; the given one is unchanged).
@@ -119,11 +149,16 @@ class Stream:
         while missing:
             share = self._share(np.asarray(proportions, np.float64), new["position"])
             counts, carry = largest_remainder(share, missing, np.where(share > 0, carry, 0.0))
-            for d, (source, count) in enumerate(zip(self.sources, counts)):
-                rows, position, too_long = self._draw(source, new["position"][source.name], int(count))
+            windows = [self._draw(source, new["position"][source.name], count if propose is None else _wanted(source, count, candidates))
+                       for source, count in zip(self.sources, map(int, counts))]
+            proposals: list[Proposal | None] = [None] * len(windows)
+            if propose is not None:
+                proposals = list(propose([np.array([r.prompt_id for r in w.rows], np.int32) for w in windows], counts))
+            for d, (name, window, proposal) in enumerate(zip(names, windows, proposals)):
+                rows, position, too_long = window.all() if proposal is None else window.chosen(proposal)
                 drawn[d] += rows
-                new["position"][source.name] = position
-                new["prompts_too_long"][source.name] += too_long
+                new["position"][name] = position
+                new["prompts_too_long"][name] += too_long
             missing = n - sum(map(len, drawn))
         new["carry"] = dict(zip(names, map(float, carry)))
         waiting = [iter(rows) for rows in drawn]
@@ -139,9 +174,10 @@ class Stream:
             raise DataError("every domain has run out of prompts; lower train.steps, or set data.exhausted to repeat")
         return share / share.sum()
 
-    def _draw(self, source: Source, position: int, count: int) -> tuple[list[Row], int, int]:
-        """(rows, next position, prompts dropped for their length); fewer rows where the domain runs out and hands over."""
+    def _draw(self, source: Source, position: int, count: int) -> "_Window":
+        """The next ``count`` usable prompts; fewer where the domain runs out and hands over."""
         rows: list[Row] = []
+        after = [(position, 0)]
         too_long = barren = 0
         while len(rows) < count and not (self.hand_over and source.size is not None and position >= source.size):
             if barren > (source.size or _PATIENCE):
@@ -155,7 +191,8 @@ class Stream:
                 continue
             barren = 0
             rows.append(make_row(source.index, source.name, example, ids))
-        return rows, position, too_long
+            after.append((position, too_long))
+        return _Window(rows, after, (position, too_long))
 
     def restore(self, state: Any) -> State:
         """Checks a saved state against this data and returns it.
