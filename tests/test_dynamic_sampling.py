@@ -168,5 +168,5 @@ def test_shaped_rewards():
     np.testing.assert_allclose(shaped, [1, 0.5, -1, 0])
     assert metrics == {"reward/overlong_penalty": (-1.5, 3.0), "response/overlong": (2.0, 3.0)}
     assert overlong.shaped(C.validate({}), reward, valid, length)[0] is reward
-    with pytest.raises(C.ConfigError, match="overlong_buffer: 65 is more than rollout.max_new_tokens 64"):
+    with pytest.raises(C.ConfigError, match=r"overlong_buffer: 65 is more than rollout\.max_new_tokens 64"):
         C.validate({"algorithm": {"overlong_buffer": 65}})

@@ -208,7 +208,7 @@ def test_settings_that_a_chooser_does_not_have_are_refused():
                                ({"kind": "greso", "decay": 0.5}, "'greso' has no setting 'decay'; it takes candidates, zero_variance_target")):
         with pytest.raises(C.ConfigError, match=message):
             build(**settings_)
-    with pytest.raises(C.ConfigError, match="less than train.prompts_per_step"):
+    with pytest.raises(C.ConfigError, match=r"less than train\.prompts_per_step"):
         build(kind="mopps", remembered=3)
     assert (build(kind="mopps").candidates, build(kind="greso").candidates, build(kind="random").candidates) == (8, 4, 1)
 
