@@ -20,6 +20,7 @@ EXAMPLES = {
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
     "report": "rlvr-jax report runs/quickstart",
+    "compare": "rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k,math500\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
     "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench update --workload smol --json",
 }
 
@@ -85,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
+    p = command("compare", _compare, "does an arm help? verdicts from a table of anybody's runs, paired by seed")
+    p.add_argument("--from", dest="table", required=True, metavar="FILE.csv", help="one row a run, with a header")
+    p.add_argument("--arm", required=True, metavar="COLUMN", help="what is compared, e.g. method")
+    p.add_argument("--pair", required=True, metavar="COLUMN", help="what runs are paired by, e.g. seed")
+    p.add_argument("--scores", required=True, metavar="COLUMN,COLUMN", help="scores by domain, larger is better; they count alike in the mean")
+    p.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
+    p.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
+    p.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
     p.add_argument("part", choices=("update",))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
@@ -218,6 +227,25 @@ def _report(args: argparse.Namespace) -> None:
     from rlvr_jax import report
 
     print(report.build(args.run_dir))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    import csv
+    import hashlib
+
+    from rlvr_jax.compare.output import plain, write
+    from rlvr_jax.compare.result import compare
+    from rlvr_jax.compare.table import read_csv
+
+    path = Path(args.table)
+    if bad := [w for w in args.where if "=" not in w]:
+        raise ValueError(f"--where {bad[0]}: expected COLUMN=VALUE")
+    where = dict(w.split("=", 1) for w in args.where)
+    scores = [name.strip() for name in next(csv.reader([args.scores]))]
+    comparison = compare(read_csv(path, args.arm, args.pair, scores, where), args.baseline)
+    facts = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "arm": args.arm, "pair": args.pair, "scores": scores, "where": where}
+    out = write(comparison, args.out or Path("runs") / f"compare_{path.stem}", " · ".join([path.stem, *args.where]), facts)
+    print(plain(comparison), f"\n{out}", sep="\n")
 
 
 def _bench(args: argparse.Namespace) -> None:
