@@ -227,9 +227,9 @@ class _Loop:
         texts, tickets = [""] * len(row_of), [[0]] * len(row_of)
 
         def judge(finished: Sequence[Finished]) -> None:
-            for row, tokens, _ in finished:
-                texts[row] = self.decode(tokens)
-                tickets[row] = self.parts.judge.submit(row_of[row], texts[row])
+            for row in finished:
+                texts[row.row] = self.decode(row.tokens)
+                tickets[row.row] = self.parts.judge.submit(row_of[row.row], texts[row.row])
 
         self.engine.update_weights(params, step)
         rollout = self.engine.generate([list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]), np.array([r.domain for r in rows]),

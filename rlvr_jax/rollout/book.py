@@ -14,11 +14,19 @@ STOP_MARGIN = 8
 
 
 class Finished(NamedTuple):
-    """A row that has ended: its number, the tokens of its answer (the end token included), and whether a limit cut it."""
+    """A row that has ended.
+
+    Attributes:
+      row: its number.
+      tokens: of its answer, the end token included.
+      truncated: a limit cut it.
+      logprob: sum of its tokens' logprobs, nats.
+    """
 
     row: int
     tokens: list[int]
     truncated: bool
+    logprob: float
 
 
 class Waiting(NamedTuple):
@@ -118,7 +126,7 @@ class Book:
         if self._stop:
             self._cut_at_stop()
         rows, self._finished = self._finished, []
-        return [Finished(r, self.token[r, : self.length[r]].tolist(), not bool(self.ended[r])) for r in rows]
+        return [Finished(r, self.token[r, : self.length[r]].tolist(), not bool(self.ended[r]), float(self.logprob[r].sum())) for r in rows]
 
     def _cut_at_stop(self) -> None:
         assert self._decode is not None

@@ -44,6 +44,10 @@ class Engine(Protocol):
         """From now on sample from these weights."""
         ...
 
+    def release(self) -> None:
+        """The weights may be forgotten; :meth:`generate` is not called before the next :meth:`update_weights`."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], prompt_id: Ints, domain: Ints, G: int, seed: int, step: int,
                  occurrence: Ints | None = None, *, max_new_tokens: Ints | None = None, on_rows: OnRows | None = None) -> Rollout:
         """G samples of each prompt, row ``b`` being sample ``b % G`` of prompt ``b // G``."""

@@ -129,7 +129,7 @@ def admit(cache: KVCache, prompts: Prompts, source: Array, slot: Array, count: A
 
     ``source, slot: [S] int32``. On a mesh every shard writes the slots that are its own.
     """
-    def local(k: Any, v: Any, position: Array, prompts: Prompts, source: Array, slot: Array, count: Array, first: Array) -> tuple[Any, Any, Array]:
+    def local(first: Array, k: Any, v: Any, position: Array, prompts: Prompts, source: Array, slot: Array, count: Array) -> tuple[Any, Any, Array]:
         columns = position.shape[1]
 
         def one(i: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
@@ -147,10 +147,10 @@ def admit(cache: KVCache, prompts: Prompts, source: Array, slot: Array, count: A
     args: Any = (cache.k, cache.v, cache.position, prompts, source, slot, count)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        k, v, position = local(*args, first=jnp.int32(0))
+        k, v, position = local(jnp.int32(0), *args)
     else:
         def on_shard(*args: Any) -> tuple[Any, Any, Array]:
-            return local(*args, first=jax.lax.axis_index(RULES["batch"]) * args[2].shape[0])
+            return local(jax.lax.axis_index(RULES["batch"]) * args[2].shape[0], *args)
 
         kv, row, whole = _cache_spec(cache), P(RULES["batch"]), P(None, None, RULES["kv_heads"])
         specs: Any = (kv, kv, row, jax.tree.map(lambda x: whole if x.ndim > 1 else P(), prompts), P(), P(), P())
