@@ -20,7 +20,7 @@ EXAMPLES = {
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
     "report": "rlvr-jax report runs/quickstart",
-    "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench update --workload smol --json",
+    "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench rollout --workload smol --json",
 }
 
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
-    p.add_argument("part", choices=("update",))
+    p.add_argument("part", choices=("update", "rollout", "step"))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
     p.add_argument("--micro-batch", type=int, default=4, help="rows of full length per forward and backward pass")
     p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
@@ -219,9 +219,19 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from rlvr_jax.bench.update import bench_update
+    if args.part == "update":
+        from rlvr_jax.bench.update import bench_update
 
-    for record in bench_update(args.workload, args.micro_batch, args.repeat):
+        found = bench_update(args.workload, args.micro_batch, args.repeat)
+    elif args.part == "rollout":
+        from rlvr_jax.bench.rollout import bench_rollout
+
+        found = bench_rollout(args.workload, args.repeat)
+    else:
+        from rlvr_jax.bench.step import bench_step
+
+        found = bench_step(args.workload, args.micro_batch, args.repeat)
+    for record in found:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
         print(json.dumps(shown) if args.json else "  ".join(f"{k} {v}" for k, v in shown.items() if v is not None), flush=True)
 

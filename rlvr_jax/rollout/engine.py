@@ -113,6 +113,7 @@ class LocalEngine:
             raise ValueError(f"slots {slots} and burst {burst} must be at least 1")
         if sampling.stop and decode is None:
             raise ValueError(f"stop strings {sampling.stop} need decode=, the tokenizer's ids-to-text function")
+        mesh = None if mesh is None or mesh.size == 1 else mesh
         self.cfg, self.sampling, self.mesh, self.decode = cfg, sampling, mesh, decode
         self.prompt_buckets, self.total_length = tuple(prompt_buckets), total_length
         self.compiles, self.nonfinite_rows, self.version = 0, 0, -1
