@@ -21,7 +21,7 @@ TIERS = (
     {"losses", "rollout", "report", "coefficients", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
     {"step_metrics"},
-    {"train", "compare", "plan", "sft", "bench"},
+    {"train", "compare", "plan", "sft", "bench", "generate"},
     {"cli"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from rlvr_jax.models.attention import AttentionMask, at_least_float32, attention
 from rlvr_jax.sharding import constrain
@@ -136,7 +137,7 @@ def unstack_layers(params: Params, dtype: Any = None) -> Params:
     L = stacked["attn_norm"].shape[0]
 
     def pick(name: str, i: int) -> Array:
-        x = stacked[name][i]
+        x = jax.tree.map(lambda x: x[i], stacked[name])
         return x if dtype is None or name.endswith("norm") else x.astype(dtype)
 
     return {**params, "layers": tuple({name: pick(name, i) for name in stacked} for i in range(L))}
@@ -172,12 +173,43 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(x.dtype)
 
 
-def _project(x: Array, w: Array, bias: Array | None = None) -> Array:
+class Transposed(struct.PyTreeNode):
+    """A weight stored ``[out, in]``, for decoding on CPU."""
+
+    matrix: Array
+
+
+def times_transposed(x: Array, w: Array) -> Array:
+    """``x[B, D] @ w[V, D].T -> [B, V]`` in at least float32, as XLA's CPU backend does it fastest for few rows.
+
+    It packs the right operand anew for every product: with 16 rows that takes as long as the multiplications. So the
+    weight stands on the left, and the barrier keeps XLA from turning the product around again.
+    """
+    wide = at_least_float32(x.dtype)
+    return jax.lax.platform_dependent(
+        x, w,
+        cpu=lambda x, w: jax.lax.optimization_barrier(jnp.einsum("bd,vd->vb", x, w, preferred_element_type=wide)).T,
+        default=lambda x, w: jnp.einsum("bd,vd->bv", x, w, preferred_element_type=wide))
+
+
+def _project(x: Array, w: Array | Transposed, bias: Array | None = None) -> Array:
     """``x @ w`` in x's dtype, accumulated in float32."""
     # As a matrix: XLA's CPU backend contracts the weight gradient over two axes (batch, time) 1.7 times slower.
-    y = jnp.dot(x.reshape(-1, x.shape[-1]), w.astype(x.dtype), preferred_element_type=at_least_float32(x.dtype))
+    flat = x.reshape(-1, x.shape[-1])
+    if isinstance(w, Transposed):
+        y = times_transposed(flat, w.matrix.astype(x.dtype))
+    else:
+        y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=at_least_float32(x.dtype))
     y = y if bias is None else y + bias.astype(y.dtype)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
+    return y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _queries_keys_values(h: Array, w: dict[str, Array], cfg: DecoderConfig) -> Any:
+    """Three projections of ``h[B, T, D]``, or one that decoding has made of them (``wqkv``)."""
+    if "wqkv" not in w:
+        return (_project(h, w["w" + name], w.get("b" + name)) for name in "qkv")
+    Q, KV = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    return jnp.split(_project(h, w["wqkv"], w.get("bqkv")), (Q, Q + KV), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +228,7 @@ def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: 
     """One block: ``x[B, T, D]`` and this layer's cache (or None) to the same."""
     cfg, (B, T, _) = step.cfg, x.shape
     h = rms_norm(x, w["attn_norm"], cfg.rms_eps)
-    q = _project(h, w["wq"], w.get("bq")).reshape(B, T, cfg.num_heads, cfg.head_dim)
-    k = _project(h, w["wk"], w.get("bk")).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
-    v = _project(h, w["wv"], w.get("bv")).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+    q, k, v = (x.reshape(B, T, -1, cfg.head_dim) for x in _queries_keys_values(h, w, cfg))
     if cfg.qk_norm:
         q, k = rms_norm(q, w["q_norm"], cfg.rms_eps), rms_norm(k, w["k_norm"], cfg.rms_eps)
     q = constrain(apply_rope(q, step.cos, step.sin), "batch", "length", "heads", None)
@@ -211,7 +241,8 @@ def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: 
     out = attention(q, k, v, step.mask).reshape(B, T, cfg.num_heads * cfg.head_dim)
     x = constrain(x + _project(out, w["wo"]), "batch", "length", None)
     h = rms_norm(x, w["mlp_norm"], cfg.rms_eps)
-    gated = jax.nn.silu(_project(h, w["w_gate"])) * _project(h, w["w_up"])
+    gate, up = jnp.split(_project(h, w["w_gate_up"]), 2, axis=-1) if "w_gate_up" in w else (_project(h, w["w_gate"]), _project(h, w["w_up"]))
+    gated = jax.nn.silu(gate) * up
     gated = constrain(gated, "batch", "length", "ffn")
     return constrain(x + _project(gated, w["w_down"]), "batch", "length", None), kv
 
