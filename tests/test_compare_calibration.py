@@ -108,31 +108,44 @@ def test_8_equal_arms_are_rarely_called_anything():
 
 
 @pytest.mark.slow
-def test_calibration_to_a_half_percent():
-    """96,000 pairs: A/A rejections, coverage, and power at several sizes and numbers of arms."""
+def test_equal_arms_are_rejected_as_often_as_ties_allow():
+    """96,000 A/A pairs. Scores of 150 prompts tie, and a tie makes p larger: the test keeps its level and falls a little short of it.
+
+    With the ties broken by noise far below one answer it meets the level in reach.
+    """
+    n = 96_000
+    d = learn(n, 1, seed=1).score - learn(n, 0, seed=1).score
+    broken = d + np.random.default_rng(0).normal(0, 1e-4, n)
+    for pairs in (5, 8, 12):
+        tied, untied = (each[:n // pairs * pairs].reshape(-1, pairs).T for each in (d, broken))
+        low, high = st.paired_interval(tied)
+        cover = np.mean((low <= 0) & (high >= 0))
+        assert 0.94 <= cover <= 0.96
+        for level in (st.ALPHA, st.ALPHA / 8):
+            reach = np.floor(level / st.smallest_p(pairs)) * st.smallest_p(pairs)
+            rejected, exact = (np.mean(st.sign_flip_p(each) <= level) for each in (tied, untied))
+            print(f"A/A, {pairs} pairs, level {level:.4f}: in reach {reach:.4f}, rejected {rejected:.4f}, without ties {exact:.4f}; covered {cover:.4f}")
+            assert reach - 0.012 <= rejected <= reach + 0.006 and exact == pytest.approx(reach, abs=0.006)
+
+
+@pytest.mark.slow
+def test_power_is_predicted_at_every_size():
+    """96,000 pairs with a planted effect: coverage, and how often 5 to 12 pairs find it among 1 and among 8 arms."""
     n = 96_000
     base = learn(n, 0, seed=1)
-    for arm, settings in enumerate([{}, {"rate": 1.1}, {"rate": 1.2}, {"rate": 1.3}, {"rate": 0.8}], 1):
-        d = learn(n, arm, seed=1, **settings).score - base.score
-        truth, effect = (d.mean(), abs(d.mean()) / d.std()) if settings else (0.0, 0.0)
+    for arm, rate in enumerate([1.1, 1.2, 1.3, 0.8], 2):
+        d = learn(n, arm, seed=1, rate=rate).score - base.score
+        truth, effect = d.mean(), abs(d.mean()) / d.std()
         for pairs in (5, 8, 12):
             block = d[:n // pairs * pairs].reshape(-1, pairs).T
             low, high = st.paired_interval(block)
-            p, right = st.sign_flip_p(block), np.sign(block.mean(0)) == np.sign(truth)
             cover = np.mean((low <= truth) & (truth <= high))
-            line = f"{settings} {pairs} pairs: covered {cover:.4f}"
             assert 0.94 <= cover <= 0.96
+            p, right = st.sign_flip_p(block), np.sign(block.mean(0)) == np.sign(truth)
             for tests in (1, 8):
-                level = st.ALPHA / tests
-                if not settings:
-                    reach = np.floor(level / st.smallest_p(pairs)) * st.smallest_p(pairs)
-                    line += f", rejected {np.mean(p <= level):.4f} (in reach {reach:.4f})"
-                    assert np.mean(p <= level) == pytest.approx(reach, abs=0.006)
-                else:
-                    found, predicted = np.mean((p <= level) & right), float(st.power(effect, pairs, level))
-                    line += f", found {found:.3f} (predicted {predicted:.3f})"
-                    assert found == pytest.approx(predicted, abs=0.045)
-            print(line)
+                found, predicted = np.mean((p <= st.ALPHA / tests) & right), float(st.power(effect, pairs, st.ALPHA / tests))
+                print(f"rate {rate}, {pairs} pairs, {tests} arms: covered {cover:.4f}, found {found:.3f}, predicted {predicted:.3f}")
+                assert found == pytest.approx(predicted, abs=0.045)
 
 
 SCORES = ["math500", "aime24", "olympiadbench", "minerva_math", "gsm8k", "kk_hard", "bbh_logical_deduction", "bbh_tracking", "zebra_logic_mc", "gpqa_diamond", "mmlu_pro_chemistry", "mmlu_pro_physics"]

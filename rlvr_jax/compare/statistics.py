@@ -2,7 +2,8 @@
 
 The test is the sign-flip permutation test: were the arm no different from the baseline, each pair's difference would have
 had either sign with equal chance, whatever its distribution. It is exact, but P pairs have only 2**P sign patterns, so no
-p can lie below 2 / 2**P: :func:`smallest_p` belongs beside every p. The interval is Student's t of the paired differences
+p can lie below 2 / 2**P: :func:`smallest_p` belongs beside every p. Ties, which accuracies of few prompts have, make p
+larger: the level is kept, and not quite used up. The interval is Student's t of the paired differences
 (a percentile bootstrap of 5 pairs covers 0.85 where it promises 0.95).
 """
 
