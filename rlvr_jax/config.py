@@ -32,6 +32,9 @@ class Model(Strict):
     """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matmul results, or everything inside a layer."""
+    attention: Literal["reference", "blocks", "splash"] | None = None
+    """Attention of training (``kernels/attention/``): null for the best on the platform (splash on TPU, else blocks), splash for TPU only,
+    blocks in plain XLA, reference to check them (holds all scores)."""
     system_prompt: str | None = None
     template_args: dict[str, Any] = {}
     """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
