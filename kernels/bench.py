@@ -20,7 +20,7 @@ from .token_logprob.logits import Logits
 
 HOW = Logits()
 WIDTH = 256
-TIMED = ((49152, 1024), (151936, 384))
+TIMED = ((49152, 1024), (151936, 512))
 """(V, tokens): about a second of matmuls on two cores each."""
 
 MEMORY_TOKENS = 8192

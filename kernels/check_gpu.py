@@ -93,8 +93,9 @@ def agreement(case: Case, plan: Plan | None = None, interpret: bool = False) -> 
     """One case against the reference in float64 (of the inputs as rounded to the case's dtype)."""
     p = measure.problem(case.tokens, case.vocab, case.width, jnp.dtype(case.dtype), case.live)
     p = p._replace(hidden=p.hidden * jnp.asarray(case.scale, p.hidden.dtype))
-    # What dead tokens hold must not matter.
-    p = p._replace(hidden=jnp.where(p.live[:, None], p.hidden, jnp.nan))
+    # Dead tokens lie between live ones, and what they hold must not matter.
+    live = jax.random.permutation(jax.random.key(1), p.live)
+    p = p._replace(live=live, hidden=jnp.where(live[:, None], p.hidden, jnp.nan))
     ours = functools.partial(streamed.token_logprob, passes(plan or plan_of(case), interpret), case.how)
     got = jax.jit(functools.partial(_both, ours))(p)
     with jax.enable_x64(True):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import time
 from collections.abc import Callable
 from statistics import median
@@ -91,9 +92,11 @@ def two_passes(how: Logits, passes: streamed.Passes | None = None) -> Step:
 def tokamax_loss() -> Callable[..., Array] | None:
     """``tokamax.linear_softmax_cross_entropy_loss`` where it is installed (Python 3.12 or later), else None."""
     try:
-        return importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
+        found = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
     except ImportError:
         return None
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns at every shape that it was not tuned for
+    return found
 
 
 def seconds(run: Callable[[], Any], repeat: int, warm: int = 1, queue: int = 1) -> float:

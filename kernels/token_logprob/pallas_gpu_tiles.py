@@ -22,8 +22,8 @@ from .logits import Logits
 
 Array = jax.Array
 
-SHARED_MEMORY = {"8.0": 163 * 1024, "9.0": 227 * 1024}
-"""Bytes of shared memory one program may use, by compute capability: Ampere (A100), Hopper (H100, H200)."""
+SHARED_MEMORY = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.9": 99 * 1024, "9.0": 227 * 1024}
+"""Bytes of shared memory one program may use, by compute capability: A100, smaller Ampere, Ada, Hopper (H100, H200)."""
 
 ACCUMULATORS_PER_THREAD = 128
 """Half of a thread's registers: a tile of logits stays in them from the first product to the last statistic."""
@@ -51,10 +51,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-# 96 KiB a multiplication step of 64: 144 KiB with three stages, within Ampere's limit. 128 x 256 float32 accumulators are
-# 128 registers of each of 256 threads; a smaller tile reads more of L2 per product than the tensor cores can wait for.
+# 48 KiB a stage: 144 KiB on Hopper, 96 KiB on Ampere, within every limit above. 128 x 256 float32 accumulators are 128
+# registers of each of 256 threads; a smaller tile reads more of the L2 cache per product.
 MAKE = Tile(128, 256, 64, 8, 3)
-# Memory-bound: a row of 1024 columns a warp-wide read at a time, small enough for many programs per processor.
+# Bound by memory: each thread reads vectors of four along the rows, and many programs share a processor.
 READ = Tile(4, 1024, 0, 4, 1)
 
 
@@ -68,13 +68,15 @@ class Statistics(NamedTuple):
     target: Array
 
 
-def shared_memory_bytes(tile: Tile, itemsize: int = 2) -> int:
-    """Shared memory of one program: ``stages`` tiles of hidden and head, and at least room to turn the logits around.
+def shared_memory_bytes(tile: Tile, capability: str = "9.0") -> int:
+    """Shared memory of one program: tiles of bfloat16 hidden and head in flight, at least room to turn the logits around.
 
-    The pipeline's buffers are free again when the tile of logits is written out, so the larger of the two counts.
+    The pipeline's buffers are free again when the tile of logits is written out, so the larger of the two counts. Hopper's
+    tensor cores read the buffer of every stage in place; before it, the stage being multiplied is in registers.
     """
-    pipeline = tile.stages * (tile.tokens + tile.vocab) * tile.depth * itemsize
-    return max(pipeline, tile.tokens * tile.vocab * itemsize if tile.depth else 0)
+    buffers = tile.stages if capability == "9.0" else tile.stages - 1
+    pipeline = buffers * (tile.tokens + tile.vocab) * tile.depth * 2
+    return max(pipeline, tile.tokens * tile.vocab * 2 if tile.depth else 0)
 
 
 def shared_memory_limit() -> tuple[str, int]:
@@ -92,7 +94,7 @@ def check_tile(tile: Tile) -> None:
         if size < least or size & (size - 1):
             raise ValueError(f"token_logprob on GPU: {name} {size} must be a power of two, at least {least}")
     capability, limit = shared_memory_limit()
-    need = shared_memory_bytes(tile)
+    need = shared_memory_bytes(tile, capability)
     if need > limit:
         raise ValueError(f"token_logprob on GPU: a tile of {tile.tokens} x {tile.vocab} with depth {tile.depth} and {tile.stages} stages needs {need} bytes "
                          f"of shared memory, the limit (compute capability {capability}) is {limit}; use a smaller block_tokens or block_vocab")
@@ -118,7 +120,7 @@ def statistics(static: Logits, source: tuple[Array, ...], targets: Array, bounds
     """
     tokens, vocab = _extent(source)
     parts = pl.cdiv(vocab, tile.vocab)
-    out = jax.ShapeDtypeStruct((parts, tokens), jnp.float32)
+    out: Any = jax.ShapeDtypeStruct((parts, tokens), jnp.float32)
     shapes = Statistics(out, out, out if static.with_entropy else None, out)
     kernel = functools.partial(_statistics_kernel, static, (tokens, vocab), tile)
     leaves, tree = jax.tree.flatten(shapes)
@@ -164,10 +166,11 @@ def _live(row_tile: Array, bounds: Any, tile: Tile) -> Array:
 
 
 def _raw_logits(source: tuple[Any, ...], rows: Array, columns: Array, shape: tuple[int, int], tile: Tile) -> Array:
-    """``[tokens, vocab] float32``; what lies outside the arrays repeats their last row or column."""
-    rows, columns = jnp.minimum(rows, shape[0] - 1), jnp.minimum(columns, shape[1] - 1)
+    """``[tokens, vocab] float32``; anything outside the arrays."""
     if not tile.depth:
-        return pltriton.load(source[0].at[rows[:, None], columns[None, :]])
+        # Masked, not clamped: whole vectors are read only where columns are seen to follow each other.
+        return pltriton.load(source[0].at[rows[:, None], columns[None, :]], mask=(rows < shape[0])[:, None] & (columns < shape[1])[None, :], other=0.0)
+    rows, columns = jnp.minimum(rows, shape[0] - 1), jnp.minimum(columns, shape[1] - 1)
     hidden, head = source
 
     def step(k: Array, raw: Array) -> Array:
@@ -178,14 +181,20 @@ def _raw_logits(source: tuple[Any, ...], rows: Array, columns: Array, shape: tup
     return lax.fori_loop(0, hidden.shape[1] // tile.depth, step, jnp.zeros((tile.tokens, tile.vocab), jnp.float32))
 
 
-def _tempered(static: Logits, raw: Array) -> tuple[Array, Array | float]:
-    """(z, d z / d raw)."""
-    slope: Array | float = static.logit_scale / static.temperature
+def _tempered(static: Logits, raw: Array) -> Array:
     z = raw * static.logit_scale if static.logit_scale != 1 else raw
     if static.soft_cap is not None:
-        bent = jnp.tanh(z * (1 / static.soft_cap))
-        z, slope = static.soft_cap * bent, slope * (1 - bent * bent)
-    return z * (1 / static.temperature) if static.temperature != 1 else z, slope
+        z = static.soft_cap * jnp.tanh(z * (1 / static.soft_cap))
+    return z * (1 / static.temperature) if static.temperature != 1 else z
+
+
+def _through_logits(static: Logits, d_z: Array, z: Array) -> Array:
+    """Gradient of the raw logits. From z and not from the tanh it came from: a second tile would not fit into the registers."""
+    if static.soft_cap is not None:
+        bent = z * (static.temperature / static.soft_cap)
+        d_z = d_z * (1 - bent * bent)
+    factor = static.logit_scale / static.temperature
+    return d_z * factor if factor != 1 else d_z
 
 
 def _statistics_kernel(static: Logits, shape: tuple[int, int], tile: Tile, given: tuple[Any, Any], source: tuple[Any, ...], *out: Any) -> None:
@@ -195,16 +204,16 @@ def _statistics_kernel(static: Logits, shape: tuple[int, int], tile: Tile, given
 
     @pl.when(_live(row_tile, bounds, tile))
     def _() -> None:
-        z, _ = _tempered(static, _raw_logits(source, rows, columns, shape, tile))
+        z = _tempered(static, _raw_logits(source, rows, columns, shape, tile))
         counts = ((columns >= bounds[2]) & (columns < shape[1]))[None, :]
+        inside = rows < shape[0]
+        target = pltriton.load(targets.at[rows], mask=inside, other=-1)
+        at_target = jnp.sum(jnp.where(counts & (columns[None, :] == target[:, None]), z, 0), axis=1)
         top = jnp.maximum(jnp.max(jnp.where(counts, z, -jnp.inf), axis=1), _LOWEST)
         shifted = z - top[:, None]
         e = jnp.where(counts, jnp.exp(shifted), 0)
-        inside = rows < shape[0]
-        target = pltriton.load(targets.at[rows], mask=inside, other=-1)
-        hit = counts & (columns[None, :] == target[:, None])
         moment = jnp.sum(jnp.where(counts, e * shifted, 0), axis=1) if static.with_entropy else None
-        found = Statistics(top, jnp.sum(e, axis=1), moment, jnp.sum(jnp.where(hit, z, 0), axis=1))
+        found = Statistics(top, jnp.sum(e, axis=1), moment, at_target)
         for ref, value in zip(out, jax.tree.leaves(found), strict=True):
             pltriton.store(ref.at[part, rows], value, mask=inside)
 
@@ -220,7 +229,7 @@ def _d_logits_kernel(static: Logits, shape: tuple[int, int], tile: Tile, given: 
 
     @pl.when(live)
     def _() -> None:
-        z, slope = _tempered(static, _raw_logits(source, rows, columns, shape, tile))
+        z = _tempered(static, _raw_logits(source, rows, columns, shape, tile))
         target = pltriton.load(targets.at[rows], mask=rows < shape[0], other=-1)
         lse, d_logprob, *entropy = (pltriton.load(x.at[rows], mask=rows < shape[0], other=0.0)[:, None] for x in per_row)
         p = jnp.exp(z - lse)
@@ -229,7 +238,7 @@ def _d_logits_kernel(static: Logits, shape: tuple[int, int], tile: Tile, given: 
             mean_logit, d_entropy = entropy
             d_z -= d_entropy * p * (z - mean_logit)
         counts = (columns >= bounds[2])[None, :] & ((rows >= bounds[0]) & (rows < bounds[1]))[:, None]
-        pltriton.store(place, jnp.where(counts, d_z * slope, 0).astype(out.dtype), mask=inside)
+        pltriton.store(place, jnp.where(counts, _through_logits(static, d_z, z), 0).astype(out.dtype), mask=inside)
 
     # The matmuls that follow read the whole chunk: a dead tile has to be written too.
     @pl.when(jnp.logical_not(live))
