@@ -22,6 +22,9 @@ GRADIENT_LIMIT = {"float32": 5e-6, "bfloat16": 1e-2}
 VALUE_LIMIT = {"float32": 2e-6, "bfloat16": 1e-2}
 """Of gradients norm-wise; of log-probability and entropy per unit of the largest logit, or of 1."""
 
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""For the comparisons: the compiler would spend minutes on finding the fastest matmul for sizes that run once."""
+
 PLAIN, ENTROPY, CAPPED = Logits(), Logits(0.7, with_entropy=True), Logits(1.3, 5.0, 0.5, with_entropy=True)
 
 
@@ -96,16 +99,20 @@ def agreement(case: Case, plan: Plan | None = None, interpret: bool = False) -> 
     # Dead tokens lie between live ones, and what they hold must not matter.
     live = jax.random.permutation(jax.random.key(1), p.live)
     p = p._replace(live=live, hidden=jnp.where(live[:, None], p.hidden, jnp.nan))
-    ours = functools.partial(streamed.token_logprob, passes(plan or plan_of(case), interpret), case.how)
-    got = jax.jit(functools.partial(_both, ours))(p)
+    got = jax.jit(comparison(case, plan or plan_of(case), interpret), compiler_options=UNTUNED)(p)
     with jax.enable_x64(True):
         exact = measure.Problem(*(x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in p))
-        want = jax.jit(functools.partial(_both, functools.partial(reference.token_logprob, case.how)))(exact)
+        want = jax.jit(functools.partial(_both, functools.partial(reference.token_logprob, case.how)), compiler_options=UNTUNED)(exact)
         hidden = jnp.where(exact.live[:, None], exact.hidden, 0)
         unit = jnp.maximum(jnp.max(jnp.abs(reference.logits(case.how, hidden, exact.head))), 1) * VALUE_LIMIT[case.dtype]
         values = [0.0 if b is None else float(jnp.max(jnp.abs(a.astype(jnp.float64) - b)) / unit) for a, b in zip(got[0], want[0])]
         grads = [float(_distance(a, b)) / GRADIENT_LIMIT[case.dtype] for a, b in zip(got[1], want[1])]
     return Agreement(case, *(float("inf") if x != x else x for x in (*values, *grads)))
+
+
+def comparison(case: Case, plan: Plan | None, interpret: bool = False) -> Any:
+    """``Problem -> (values, gradients)`` of the kernels."""
+    return functools.partial(_both, functools.partial(streamed.token_logprob, passes(plan, interpret), case.how))
 
 
 def _both(logprob: Any, p: measure.Problem) -> Any:
@@ -211,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tune", action="store_true", help="also time other tiles and chunks")
-    parser.add_argument("--seconds", type=float, default=200, help="no timing is started after this many (not with --tune)")
+    parser.add_argument("--seconds", type=float, default=180, help="no timing is started after this many (not with --tune)")
     args = parser.parse_args(argv)
     device = gpu()
     if device is None:

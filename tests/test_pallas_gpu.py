@@ -266,6 +266,14 @@ def test_compiles_for(card, dtype, D, tile, how):
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("case", check_gpu.CASES, ids=str)
+def test_the_checks_comparisons_compile(case):
+    p = jax.eval_shape(lambda: measure.problem(case.tokens, case.vocab, case.width, jnp.dtype(case.dtype)))
+    program = gpu_target.compiled(gpu_target.sharding("sm_90"), check_gpu.comparison(case, check_gpu.plan_of(case)), p)
+    assert {"statistics_kernel", "d_logits_kernel"} <= set(gpu_target.kernels(program))
+
+
+@pytest.mark.aot
 def test_compiles_over_a_mesh():
     """Tokens over two cards, the vocabulary over two: the wrapper around the kernels."""
     where = gpu_target.sharding("sm_90", (2, 2), ("data", "tensor"))
