@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-from ..token_logprob.blocks import BATCH_AXES, VOCAB_AXIS, auto_axes
+from ..token_logprob.mesh import BATCH_AXES, VOCAB_AXIS, free_axes
 from . import blocks, reference, splash
 
 Array = jax.Array
@@ -74,7 +74,7 @@ def _dispatch(name: str | None, window: int, *arrays: Array) -> Array:
 
 def _on_each_device(run: Callable[..., Array], q: Array, k: Array, v: Array, segment: Array) -> Array:
     """``run`` on local arrays: a kernel cannot be split by the compiler."""
-    sizes = auto_axes()
+    sizes = free_axes()
     if not sizes:
         return run(q, k, v, segment)
     B, H, K = q.shape[0], q.shape[2], k.shape[1]

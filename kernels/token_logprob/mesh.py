@@ -25,15 +25,20 @@ class Split(NamedTuple):
     width: str | None = None
 
 
-def split_for(V: int, D: int) -> tuple[Split, int]:
-    """How the mesh of the context (``jax.set_mesh``) splits a head ``[V, D]``, and over how many devices tokens go.
+def free_axes() -> dict[str, int]:
+    """Mesh axes of the context (``jax.set_mesh``) that the compiler may lay out, with their sizes; none outside a mesh, or on one device.
 
-    Axes that are already manual (inside a ``shard_map``) are the caller's. What does not divide is not split.
+    Axes that are already manual (inside a ``shard_map``) are the caller's.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return Split(), 1
-    free = {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
+        return {}
+    return {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
+
+
+def split_for(V: int, D: int) -> tuple[Split, int]:
+    """How the mesh of the context splits a head ``[V, D]``, and over how many devices tokens go. What does not divide is not split."""
+    free = free_axes()
     batch = tuple(a for a in BATCH_AXES if free.get(a, 1) > 1)
     vocab = VOCAB_AXIS if free.get(VOCAB_AXIS, 1) > 1 and V % free[VOCAB_AXIS] == 0 else None
     width = BATCH_AXES[-1] if BATCH_AXES[-1] in batch and D % free[BATCH_AXES[-1]] == 0 else None
