@@ -40,7 +40,7 @@ def token_logprob(hidden: Array, head: Array, targets: Array, *, weights: Array 
       soft_cap: ``cap(u) = soft_cap * tanh(u / soft_cap)``, > 0, or None.
       logit_scale: factor before the cap.
       with_entropy: also return the entropy (nats) of the tempered distribution.
-      implementation: 'reference', 'chunked', or None for what is best on the platform compiled for.
+      implementation: 'reference', or 'chunked', which is also what None means.
 
     Returns:
       ``(logprob [tokens] float32, entropy [tokens] float32 or None)``.
@@ -82,8 +82,7 @@ def policy_loss(hidden: Array, head: Array, targets: Array, *, advantage: Array,
     """The policy loss of given tokens; the gradient for hidden and head never holds ``[tokens, V]``.
 
     Where a token's loss needs only its own log-probability, logits, loss and both gradients are made in one pass
-    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, as do the named implementations other
-    than 'chunked'.
+    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, 'reference' is plain.
 
     Args:
       hidden, head, targets, temperature, soft_cap, logit_scale: as in :func:`token_logprob`.
