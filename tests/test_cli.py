@@ -82,7 +82,7 @@ def test_strategies_lists_all_presets(capsys):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["train", "CONFIG", "train.stepz=3"], ["train.stepz", "'steps'"]),
+    (["train", "CONFIG", "train.stepz=3"], ["train.stepz", "'train.steps'"]),
     (["train", "no_such.yaml"], ["no_such.yaml", "cannot be read"]),
     (["train", "CONFIG", "rollout.temperature=0", "run_dir=TMP/run"], ["rollout.temperature"]),
     (["train", "CONFIG", "strategies=[no_such]", "run_dir=TMP/run"], ["no_such"]),

@@ -82,8 +82,7 @@ def policy_loss(hidden: Array, head: Array, targets: Array, *, advantage: Array,
     """The policy loss of given tokens; the gradient for hidden and head never holds ``[tokens, V]``.
 
     Where a token's loss needs only its own log-probability, logits, loss and both gradients are made in one pass
-    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, as do the named implementations other
-    than 'chunked'.
+    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, 'reference' is plain.
 
     Args:
       hidden, head, targets, temperature, soft_cap, logit_scale: as in :func:`token_logprob`.

@@ -45,11 +45,11 @@ def split_for(V: int, D: int) -> tuple[Split, int]:
     return Split(batch, vocab, width), math.prod(free[a] for a in batch)
 
 
-def over_tokens(tree: Any, shards: int, fill: Any = 0) -> Any:
-    """Every array's first axis filled up to a multiple of ``shards``."""
+def over_tokens(tree: Any, shards: int) -> Any:
+    """Every array's first axis filled up to a multiple of ``shards`` with 0."""
     def pad(x: Array) -> Array:
         extra = -x.shape[0] % shards
-        return jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1), constant_values=fill) if extra else x
+        return jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1)) if extra else x
 
     return jax.tree.map(pad, tree)
 
@@ -107,3 +107,10 @@ class LiveFirst:
 
     def back(self, x: Array) -> Array:
         return jnp.zeros_like(x).at[self.order].set(x, unique_indices=True)
+
+
+def live_first(split: Split, rows: int, hidden: Array, targets: Array, live: Array) -> tuple[LiveFirst, Array, Array]:
+    """The order, and hidden states and targets in it; targets count from the first of the head's ``rows`` on this device."""
+    first = LiveFirst(live)
+    # What a dead token holds must not reach a product with 0.
+    return first, first(jnp.where(live[:, None], hidden, 0)), first(jnp.where(live, targets, 0)) - vocab_start(split, rows)
