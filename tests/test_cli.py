@@ -127,6 +127,30 @@ def test_generate(capsys, config, monkeypatch):
     assert cli.main(["generate", config, "--prompt", "1", "-n", "0"]) == 2 and "nothing to answer" in capsys.readouterr().err
 
 
+def test_generate_goes_on_where_it_was_stopped(capsys, config, tmp_path):
+    """A file whose last lines were never written, or torn, ends up as if nothing had happened; equal prompts are sampled anew."""
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('1+1=?\n{"prompt": "2+2=?", "id": 3}\n\n1+1=?\n3+3=?\n')
+    run = lambda: out(capsys, "generate", config, "--prompts", prompts, "--out", answers, "-n", "2", "rollout.max_new_tokens=6", "rollout.slots=3")  # noqa: E731
+    assert run() == ""
+    whole = answers.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [(r["prompt"], r["sample"]) for r in rows] == [(p, i) for p in ("1+1=?", "2+2=?", "1+1=?", "3+3=?") for i in range(2)]
+    assert [r["response"] for r in rows[:2]] != [r["response"] for r in rows[4:6]]
+    lines = whole.splitlines(keepends=True)
+    answers.write_bytes(b"".join(lines[:5]) + lines[5][:9])
+    run()
+    again = [json.loads(line) for line in answers.read_bytes().splitlines()]
+    assert [{k: v for k, v in r.items() if k != "logprob"} for r in again] == [{k: v for k, v in r.items() if k != "logprob"} for r in rows]
+    run()  # nothing to do
+    assert len(answers.read_bytes().splitlines()) == 8
+    answers.write_bytes(lines[2])
+    assert cli.main(["generate", config, "--prompts", str(prompts), "--out", str(answers), "-n", "2"]) == 2
+    assert "is no answer 0 to prompt 0" in capsys.readouterr().err
+    prompts.write_text('{"question": "?"}\n')
+    assert cli.main(["generate", config, "--prompts", str(prompts)]) == 2 and "line 1" in capsys.readouterr().err
+
+
 def test_eval(capsys, config):
     scores = json.loads(out(capsys, "eval", config, "data.domains.more={task: arithmetic, task_args: {digits: [2, 2]}}"))
     assert set(scores) == {"sums", "more"}

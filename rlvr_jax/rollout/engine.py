@@ -129,7 +129,7 @@ class LocalEngine:
         """Numbers of slots, ascending: few rows need no more, and the last rows of many may move to them."""
         most = -(-slots // self._ways) * self._ways
         out = [most]
-        while narrow and out[-1] % 2 == 0 and out[-1] >= 16 and len(out) < 4:
+        while narrow and out[-1] % 2 == 0 and out[-1] >= 16 and len(out) < 3:
             out.append(out[-1] // 2)
         return tuple(reversed(out))
 
@@ -310,8 +310,8 @@ class _Feed:
         self.engine, self.prompts, self.G, self.P = engine, prompts, G, P
         self.prompt_id, self.occurrence = np.asarray(prompt_id, np.int32), np.asarray(occurrence, np.int32)
         self.seed, self.step = engine._whole(keys.split_seed(seed)), engine._whole(np.int32(step))
-        wanted = min(-(-engine._widths[-1] // G), max(1, PREFILL_TOKENS // P), len(prompts))
-        self.size = 1 << max(0, wanted.bit_length() - 1)
+        # Whatever the number of prompts, so that it compiles once for each bucket.
+        self.size = min(-(-engine._widths[-1] // G), max(1, PREFILL_TOKENS // P))
         self.next = 0
 
     def more(self) -> bool:
@@ -333,7 +333,7 @@ class _Feed:
 
 
 def _ring_buckets(longest: int, burst: int) -> tuple[int, ...]:
-    """Lengths of the ring: an eighth, a quarter, half and all of the longest answer, none shorter than 32 or a burst."""
+    """Lengths of the ring: a quarter, half and all of the longest answer, none shorter than 32 or a burst."""
     whole = max(-(-longest // 8) * 8, 8)
-    parts = (-(-max(whole // n, 32, burst) // 8) * 8 for n in (8, 4, 2))
+    parts = (-(-max(whole // n, 32, burst) // 8) * 8 for n in (4, 2))
     return tuple(sorted({*(p for p in parts if p < whole), whole}))
