@@ -150,6 +150,27 @@ def test_long_rows_hold_no_square():
     assert got < 4 * blocks.SCORES + 20 * linear < H * T * T * 4 / 3
 
 
+@pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, 20), (jnp.bfloat16, 0)])
+def test_splash_multiplies_float32_in_all_digits_backwards_too(dtype, exact):
+    """Ten products: two in the forward kernel, three for d_q, five for d_k and d_v; the interpreter would not show the difference."""
+    q, k, _, _, segment = problem(1, 128, 2, 1, 8, 128)
+    q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
+    loss = lambda q, k, v: jnp.sum(splash.attention(q, k, v, jnp.asarray(segment), window=128))  # noqa: E731
+    with jax.default_matmul_precision("high"):
+        assert str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k)).count("Precision.HIGHEST") == exact
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 9, 24])
+def test_the_band_that_splash_is_given(window):
+    """Tile by tile it is the band written out, and equal bands are one to the cache of what was worked out about them."""
+    band, at = splash._Band(24, window), np.arange(24)
+    want = (at[:, None] >= at) & (at[:, None] - at < window)
+    for i, j in np.ndindex(6, 6):
+        tile = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
+        np.testing.assert_array_equal(band[tile], want[tile])
+    assert len({band, splash._Band(24, window), splash._Band(24, window + 1), splash._Band(28, window)}) == 3
+
+
 def test_splash_pads_little():
     assert [splash.tile(T) for T in (1, 128, 200, 640, 768, 1000, 8192)] == [128, 128, 256, 128, 384, 512, 512]
     assert all(-T % splash.tile(T) < 128 or -T % splash.tile(T) <= T / 8 for T in range(1, 3000))
