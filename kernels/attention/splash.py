@@ -24,7 +24,7 @@ def tile(T: int) -> int:
 def attention(q: Array, k: Array, v: Array, segment_ids: Array, *, window: int, size: int | None = None, interpret: bool = False) -> Array:
     """As :func:`reference.attention`, on one device.
 
-    Rows are padded to whole tiles with a segment of their own. Any head size that is even; the kernel pads it to lanes.
+    Rows are padded to whole tiles, the padding a segment of its own. Any head size; the compiler pads it to lanes.
 
     Args:
       size: of the tiles, a multiple of 128; default by :func:`tile`.
@@ -66,6 +66,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _kernel(H: int, T: int, window: int, size: int, interpret: bool) -> Any:
+    # Not the fused backward kernel: it would hold d_q once for every tile of keys.
     sizes = stock.BlockSizes(block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size)
     return stock.make_splash_mha_single_device(stock.MultiHeadMask([_Band(T, window)] * H), block_sizes=sizes, interpret=interpret)
 
