@@ -102,12 +102,13 @@ def test_float64_stays_float64(name):
 
 @pytest.mark.parametrize("name", ["blocks", "loop"])
 def test_the_slope_of_the_softmax_is_summed_in_float32(name):
-    """All values of a segment are one vector: the scores then change nothing, and what is left of d_q is rounding."""
-    q, k, v, g, segment = problem(1, 24, 2, 1, 64, 24)
-    v = np.broadcast_to(v[:, :, :1], v.shape)
-    walk = blocks.Plan(24, 8, name == "blocks")
-    _, d_q, d_k, d_v = value_and_grads(functools.partial(blocks.attention, window=24, walk=walk), q, k, v, g, np.ones_like(segment), dtype=jnp.bfloat16)
-    assert max(np.abs(d_q).max(), np.abs(d_k).max()) < 1e-4 < np.abs(d_v).max()
+    """All values of a segment are one vector: the scores then change nothing, and what is left of d_q is rounding. Outside of jit, whose
+    compiler may keep more digits than the program says."""
+    q, k, v, g, _ = (jnp.asarray(x, jnp.bfloat16) for x in problem(1, 24, 2, 1, 64, 24))
+    v = jnp.broadcast_to(v[:, :, :1], v.shape)
+    call = functools.partial(blocks.attention, segment_ids=jnp.ones((1, 24), jnp.int32), window=24, walk=blocks.Plan(24, 8, name == "blocks"))
+    d_q, d_k, d_v = (float(jnp.max(jnp.abs(x))) for x in jax.vjp(call, q, k, v)[1](g))
+    assert max(d_q, d_k) < 1e-4 < d_v
 
 
 @pytest.mark.parametrize("name", ["blocks", "loop", "splash"])
