@@ -45,12 +45,17 @@ def problem(B, T, H, K, hd, window, seed=0):
 
 def value_and_grads(call, q, k, v, g, segment, dtype=jnp.float32):
     """(output at real tokens, d_q, d_k, d_v) in float64 numpy."""
+    return [np.asarray(x, np.float64) for x in _compiled(call)(*(jnp.asarray(x, dtype) for x in (q, k, v, g)), jnp.asarray(segment))]
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(call):
     @jax.jit
     def run(q, k, v, g, segment):
         out, pull = jax.vjp(lambda q, k, v: call(q, k, v, segment), q, k, v)
         return jnp.where((segment > 0)[:, :, None, None], out, 0), *pull(g)
 
-    return [np.asarray(x, np.float64) for x in run(*(jnp.asarray(x, dtype) for x in (q, k, v, g)), jnp.asarray(segment))]
+    return run
 
 
 @functools.cache
@@ -78,8 +83,8 @@ def test_the_reference_is_softmax_over_the_own_segment():
 
 
 @pytest.mark.parametrize(("case", "name", "dtype"), [
-    *((case, name, dtype) for case in CASES for name in ("blocks", "loop") for dtype in TOLERANCE),
-    *((CASES[1], "splash", dtype) for dtype in TOLERANCE), (CASES[0], "splash", "float32")])
+    *((case, name, "float32") for case in CASES for name in ("blocks", "loop")), (CASES[0], "splash", "float32"),
+    *((CASES[1], name, "bfloat16") for name in CALLS), (CASES[1], "splash", "float32")])
 def test_forward_and_backward_agree_with_the_reference_in_float64(case, name, dtype):
     given, want = truth(case)
     call = CALLS[name] or functools.partial(blocks.attention, walk=blocks.Plan(case[-1], 16, False))
@@ -97,12 +102,13 @@ def test_float64_stays_float64(name):
 
 @pytest.mark.parametrize("name", ["blocks", "loop"])
 def test_the_slope_of_the_softmax_is_summed_in_float32(name):
-    """All values of a segment are one vector: the scores then change nothing, and what is left of d_q is rounding."""
-    q, k, v, g, segment = problem(1, 24, 2, 1, 64, 24)
-    v = np.broadcast_to(v[:, :, :1], v.shape)
-    walk = blocks.Plan(24, 8, name == "blocks")
-    _, d_q, d_k, d_v = value_and_grads(functools.partial(blocks.attention, window=24, walk=walk), q, k, v, g, np.ones_like(segment), dtype=jnp.bfloat16)
-    assert max(np.abs(d_q).max(), np.abs(d_k).max()) < 1e-4 < np.abs(d_v).max()
+    """All values of a segment are one vector: the scores then change nothing, and what is left of d_q is rounding. Outside of jit, whose
+    compiler may keep more digits than the program says."""
+    q, k, v, g, _ = (jnp.asarray(x, jnp.bfloat16) for x in problem(1, 24, 2, 1, 64, 24))
+    v = jnp.broadcast_to(v[:, :, :1], v.shape)
+    call = functools.partial(blocks.attention, segment_ids=jnp.ones((1, 24), jnp.int32), window=24, walk=blocks.Plan(24, 8, name == "blocks"))
+    d_q, d_k, d_v = (float(jnp.max(jnp.abs(x))) for x in jax.vjp(call, q, k, v)[1](g))
+    assert max(d_q, d_k) < 1e-4 < d_v
 
 
 @pytest.mark.parametrize("name", ["blocks", "loop", "splash"])
@@ -148,6 +154,27 @@ def test_long_rows_hold_no_square():
     linear = 4 * T * H * hd
     got = temporaries(functools.partial(blocks.attention, window=T), 1, T, H, 1, hd)
     assert got < 4 * blocks.SCORES + 20 * linear < H * T * T * 4 / 3
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, 20), (jnp.bfloat16, 0)])
+def test_splash_multiplies_float32_in_all_digits_backwards_too(dtype, exact):
+    """Ten products: two in the forward kernel, three for d_q, five for d_k and d_v; the interpreter would not show the difference."""
+    q, k, _, _, segment = problem(1, 128, 2, 1, 8, 128)
+    q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
+    loss = lambda q, k, v: jnp.sum(splash.attention(q, k, v, jnp.asarray(segment), window=128))  # noqa: E731
+    with jax.default_matmul_precision("high"):
+        assert str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k)).count("Precision.HIGHEST") == exact
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 9, 24])
+def test_the_band_that_splash_is_given(window):
+    """Tile by tile it is the band written out, and equal bands are one to the cache of what was worked out about them."""
+    band, at = splash._Band(24, window), np.arange(24)
+    want = (at[:, None] >= at) & (at[:, None] - at < window)
+    for i, j in np.ndindex(6, 6):
+        tile = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
+        np.testing.assert_array_equal(band[tile], want[tile])
+    assert len({band, splash._Band(24, window), splash._Band(24, window + 1), splash._Band(28, window)}) == 3
 
 
 def test_splash_pads_little():

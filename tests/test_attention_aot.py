@@ -1,4 +1,4 @@
-"""Attention of training compiled for a TPU that is not here: what fits, and what no program holds."""
+"""Attention of training compiled for a TPU and for a GPU that are not here: what fits, and what no program holds."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ from rlvr_jax.kernels.attention.api import packed_attention
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, forward, param_axes
 from rlvr_jax.sharding import make_mesh, named, shardings
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra [tpu-aot])")]
+pytestmark = pytest.mark.aot
 
 MODEL = DecoderConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=5, num_heads=8, num_kv_heads=2, head_dim=64)
 QUICK = {"exec_time_optimization_effort": -1.0} if jax.__version_info__ < (0, 12) else {"optimization_level": "O0"}
@@ -25,6 +25,8 @@ QUICK = {"exec_time_optimization_effort": -1.0} if jax.__version_info__ < (0, 12
 
 @functools.cache
 def devices():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra [tpu-aot])")
     # Or libtpu asks the network for the machine it is on.
     for name, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}.items():
         os.environ.setdefault(name, value)
@@ -87,3 +89,15 @@ def test_sizes_that_divide_nothing_compile(B, T, H, K, hd, window, dtype):
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, k, segment).compile(compiler_options=QUICK)
     assert program.as_text().count("tpu_custom_call") >= 3  # forward, d_q, d_k with d_v
     assert np.isfinite(temporaries(program))
+
+
+def test_on_a_gpu_plain_blocks_hold_no_square():
+    target = pytest.importorskip("gpu_target", reason="needs tests/gpu_target.py, the descriptions of cards")
+    where, T = target.sharding("sm_90"), 8192
+    q, k, segment = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
+                     (((1, T, 32, 128), jnp.bfloat16), ((1, 8, T, 128), jnp.bfloat16), ((1, T), jnp.int32)))
+    grads = lambda q, k, v, s: jax.grad(lambda *qkv: jnp.sum(packed_attention(*qkv, s, window=T // 2).astype(jnp.float32)), argnums=(0, 1, 2))(q, k, v)  # noqa: E731
+    program = target.compiled(where, grads, q, k, k, segment)
+    assert not squares(program, T) and temporaries(program) < 2**30 < 32 * T * T
+    with pytest.raises(ValueError, match="attention 'splash' is a TPU kernel and this program is compiled for cuda"):
+        target.compiled(where, lambda q, k, v, s: packed_attention(q, k, v, s, implementation="splash"), q, k, k, segment)

@@ -70,7 +70,7 @@ def _backward(walk: Plan, saved: Any, d_out: Array) -> tuple[Any, ...]:
     inner = jnp.sum(by_key_head(d_out, k).astype(lse.dtype) * by_key_head(o, k).astype(lse.dtype), axis=-1)
     queries = (by_key_head(q, k), by_key_head(d_out, k), lse, inner)
     d_q, d_k, d_v = (_unrolled_backward if walk.unrolled else _looped_backward)(walk, queries, k, v, segment)
-    return by_token(d_q, q), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return by_token(d_q, q), d_k.swapaxes(2, 3).astype(k.dtype), d_v.swapaxes(2, 3).astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -95,12 +95,13 @@ def _unrolled_forward(walk: Plan, heads: Array, k: Array, v: Array, segment: Arr
 
 
 def _unrolled_backward(walk: Plan, queries: tuple[Array, ...], k: Array, v: Array, segment: Array) -> tuple[Array, Array, Array]:
-    d_q, d_k, d_v = [], jnp.zeros(k.shape, queries[2].dtype), jnp.zeros(v.shape, queries[2].dtype)
+    """``d_q [B, K, G, T, hd]``, d_k and d_v ``[B, K, hd, T]``."""
+    d_q, d_k, d_v = [], *(jnp.zeros(x.swapaxes(2, 3).shape, queries[2].dtype) for x in (k, v))
     for start, end, low in _unrolled(walk, k.shape[2]):
         block = tuple(x[:, :, :, start:end] for x in queries)
         one, d_k_part, d_v_part = gradients(block, k[:, :, low:end], v[:, :, low:end], segment[:, start:end], segment[:, low:end], start, low)
         d_q.append(one)
-        d_k, d_v = d_k.at[:, :, low:end].add(d_k_part), d_v.at[:, :, low:end].add(d_v_part)
+        d_k, d_v = d_k.at[..., low:end].add(d_k_part), d_v.at[..., low:end].add(d_v_part)
     return jnp.concatenate(d_q, axis=3), d_k, d_v
 
 
@@ -145,19 +146,19 @@ def _looped_backward(walk: Plan, queries: tuple[Array, ...], k: Array, v: Array,
     n, (k, v, segment, *rows) = _tiles(walk, T, (k, 2), (v, 2), (segment, 1), *((x, 3) for x in queries))
     tile = lambda x, i, axis: lax.dynamic_slice_in_dim(x, i * size, size, axis)  # noqa: E731
 
-    def row(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+    def row(sums: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], Array]:
         block, own = tuple(tile(x, i, 3) for x in rows), tile(segment, i, 1)
 
         def column(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             parts = gradients(block, tile(k, j, 2), tile(v, j, 2), own, tile(segment, j, 1), i * size, j * size)
-            add = lambda x, part: lax.dynamic_update_slice_in_dim(x, tile(x, j, 2) + part, j * size, 2)  # noqa: E731
+            add = lambda x, part: lax.dynamic_update_slice_in_dim(x, tile(x, j, 3) + part, j * size, 3)  # noqa: E731
             return carry[0] + parts[0], add(carry[1], parts[1]), add(carry[2], parts[2])
 
         d_q, *sums = lax.fori_loop(_first_tile(walk, i), i + 1, column, (jnp.zeros(block[0].shape, dtype), *sums))
-        return tuple(sums), d_q.astype(block[0].dtype)  # type: ignore[return-value]
+        return tuple(sums), d_q.astype(block[0].dtype)
 
-    (d_k, d_v), d_q = lax.scan(row, (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)), jnp.arange(n))
-    return _join(d_q)[:, :, :, :T], d_k[:, :, :T], d_v[:, :, :T]
+    (d_k, d_v), d_q = lax.scan(row, tuple(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k, v)), jnp.arange(n))
+    return _join(d_q)[:, :, :, :T], d_k[..., :T], d_v[..., :T]
 
 
 def scores(heads: Array, k: Array, q_segment: Array, k_segment: Array, q_start: Any, k_start: Any) -> Array:
@@ -168,13 +169,16 @@ def scores(heads: Array, k: Array, q_segment: Array, k_segment: Array, q_start: 
 
 
 def gradients(queries: tuple[Array, ...], k: Array, v: Array, q_segment: Array, k_segment: Array, q_start: Any, k_start: Any) -> tuple[Array, Array, Array]:
-    """What a block of queries (heads, d_o, lse, inner) and a tile of keys give to d_q (like heads), d_k and d_v (like k), in float32."""
+    """What a block of queries (heads, d_o, lse, inner) and a tile of keys give to d_q (like heads), d_k and d_v (``[B, K, hd, s]``), in float32.
+
+    Keys last: XLA's CPU backend is a third slower where it contracts the first axis of the larger matrix.
+    """
     heads, d_o, lse, inner = queries
     p = jnp.exp(scores(heads, k, q_segment, k_segment, q_start, k_start) - lse[..., None])
     d_p = product("bkqh,bksh->bkqs", _flat(d_o), v).reshape(p.shape)
     d_s = _flat(p * (d_p - inner[..., None]) / math.sqrt(heads.shape[-1])).astype(k.dtype)
     d_q = product("bkqs,bksh->bkqh", d_s, k).reshape(heads.shape)
-    return d_q, product("bkqs,bkqh->bksh", d_s, _flat(heads)), product("bkqs,bkqh->bksh", _flat(p).astype(v.dtype), _flat(d_o))
+    return d_q, product("bkqh,bkqs->bkhs", _flat(heads), d_s), product("bkqh,bkqs->bkhs", _flat(d_o), _flat(p).astype(v.dtype))
 
 
 def _weighted(e: Array, v: Array) -> Array:

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as stock
 
 Array = jax.Array
 
@@ -24,7 +24,7 @@ def tile(T: int) -> int:
 def attention(q: Array, k: Array, v: Array, segment_ids: Array, *, window: int, size: int | None = None, interpret: bool = False) -> Array:
     """As :func:`reference.attention`, on one device.
 
-    Rows are padded to whole tiles with a segment of their own. Any head size that is even; the kernel pads it to lanes.
+    Rows are padded to whole tiles, the padding a segment of its own. Any head size; the compiler pads it to lanes.
 
     Args:
       size: of the tiles, a multiple of 128; default by :func:`tile`.
@@ -41,7 +41,8 @@ def attention(q: Array, k: Array, v: Array, segment_ids: Array, *, window: int, 
 
 
 def _digits(dtype: Any) -> Any:
-    """The kernel's products take the precision of the context they are traced in."""
+    """The kernel's products take the precision of the context they are traced in: all digits of float32, and for bfloat16 the only
+    one that there is."""
     return jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
 
 
@@ -51,7 +52,7 @@ def _attend(kernel: Any, q: Array, k: Array, v: Array, segment: Array) -> Array:
 
 
 def _forward(kernel: Any, q: Array, k: Array, v: Array, segment: Array) -> tuple[Array, Any]:
-    ids = kernels.SegmentIds(segment, segment)
+    ids = stock.SegmentIds(segment, segment)
     with _digits(q.dtype):
         return jax.vjp(lambda q, k, v: jax.vmap(kernel)(q, k, v, ids), q, k, v)
 
@@ -65,7 +66,38 @@ _attend.defvjp(_forward, _backward)
 
 
 def _kernel(H: int, T: int, window: int, size: int, interpret: bool) -> Any:
-    shape = (T, T)
-    mask = masks.CausalMask(shape) if window >= T else masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
-    sizes = kernels.BlockSizes(block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size)
-    return kernels.make_splash_mha_single_device(masks.MultiHeadMask([mask] * H), block_sizes=sizes, interpret=interpret)
+    # Not the fused backward kernel: it would hold d_q once for every tile of keys.
+    sizes = stock.BlockSizes(block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size)
+    return stock.make_splash_mha_single_device(stock.MultiHeadMask([_Band(T, window)] * H), block_sizes=sizes, interpret=interpret)
+
+
+class _Band(stock.Mask):
+    """A query sees the ``window`` keys that end with its own.
+
+    The kernel computes ``mask_function`` where it needs it; tracing asks for every tile to find those that are empty or full. The stock
+    masks compare each pair of places for that, 15 seconds at 32768 tokens.
+    """
+
+    def __init__(self, T: int, window: int) -> None:
+        self.window, self.q_sequence = window, np.arange(T, dtype=np.int32)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q_sequence.size, self.q_sequence.size
+
+    def mask_function(self, q: Any, k: Any) -> Any:
+        return (k <= q) & (q - k < self.window)
+
+    def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
+        q, k = (self.q_sequence[part] for part in tile)
+        nearest, farthest = q[0] - k[-1], q[-1] - k[0]
+        full, empty = nearest >= 0 and farthest < self.window, farthest < 0 or nearest >= self.window
+        if full or empty:
+            return np.full((q.size, k.size), full)
+        return self.mask_function(q[:, None], k)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Band) and (self.shape, self.window) == (other.shape, other.window)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.window))
