@@ -306,5 +306,5 @@ def test_our_limit_is_the_compilers(monkeypatch):
     (1000, 49152, 64, jnp.float32, Logits(0.7, with_entropy=True)), (130, 128256, 4096, jnp.bfloat16, Logits())])
 def test_real_sizes_in_the_interpreter(n, V, D, dtype, how):
     plan = pallas_gpu.plan_for(n, V, D, jnp.dtype(dtype))
-    wide = plan.tile._replace(tokens=64, vocab=4096, warps=32) if not plan.tile.depth else plan.tile  # fewer programs to interpret
+    wide = plan.tile._replace(tokens=32, vocab=4096, warps=32) if not plan.tile.depth else plan.tile  # fewer programs to interpret
     agrees(how, plan._replace(tile=wide, chunk_vocab=min(plan.chunk_vocab, 65536)), problem(n, V, D, dtype, (3 * n + 3) // 4))
