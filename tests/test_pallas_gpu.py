@@ -279,8 +279,7 @@ def test_compiles_over_a_mesh():
     where = gpu_target.sharding("sm_90", (2, 2), ("data", "tensor"))
     p = jax.eval_shape(lambda: measure.problem(4096, 32768, 1024, jnp.bfloat16))
     how_passes = streamed.Passes(pallas_gpu.forward, pallas_gpu.backward)
-    with jax.set_mesh(where.mesh):
-        program = gpu_target.compiled(where, measure.two_passes(Logits(with_entropy=True), how_passes), p)
+    program = gpu_target.compiled(where, measure.two_passes(Logits(with_entropy=True), how_passes), p)
     assert set(gpu_target.kernels(program)) == {"statistics_kernel", "d_logits_kernel"}
     assert "all-reduce" in program.as_text()
 
