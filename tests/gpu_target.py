@@ -49,7 +49,8 @@ def sharding(card: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] = (
 def compiled(where: NamedSharding, f, *shapes):
     """``f`` compiled for arguments like ``shapes`` (a tree of ShapeDtypeStruct)."""
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes)
-    return jax.jit(f).lower(*placed).compile(compiler_options=OPTIONS)
+    with jax.set_mesh(where.mesh):  # from jax 0.11 on, kernels are lowered for the card of the mesh
+        return jax.jit(f).lower(*placed).compile(compiler_options=OPTIONS)
 
 
 def kernels(program) -> list[str]:
