@@ -32,6 +32,9 @@ class Model(Strict):
     """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matmul results, or everything inside a layer."""
+    attention: Literal["reference", "blocks", "splash"] | None = None
+    """Attention of training (``kernels/attention/``): null for the best on the platform (splash on TPU, else blocks), splash for TPU only,
+    blocks in plain XLA, reference to check them (holds all scores)."""
     system_prompt: str | None = None
     template_args: dict[str, Any] = {}
     """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
@@ -145,8 +148,26 @@ class Rollout(Strict):
     top_k: int = pydantic.Field(0, ge=0)
     """0 = off."""
     top_p: float = pydantic.Field(1.0, gt=0, le=1)
+    min_p: float = pydantic.Field(0.0, ge=0, lt=1)
+    """Of what top-k and top-p leave, tokens at least this many times as likely as the likeliest; 0 = off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, as an end token does; the string is kept. Evaluation stops at them too."""
+    slots: int | None = pydantic.Field(None, ge=1)
+    """Rows that decode together; the cache holds slots x length. Default: 64 on CPU, 256 elsewhere."""
     record_entropy: bool = False
     """Record the entropy of every sampled token; strategies that read it turn it on."""
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("an empty string would end every answer; remove it")
+        return stop
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole softmax."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Pool(Strict):

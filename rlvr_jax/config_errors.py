@@ -1,7 +1,6 @@
 """One line for a config that does not fit: which field, and what was probably meant. No jax in here."""
 
 import difflib
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +71,6 @@ def _section(loc: tuple[int | str, ...], root: type[pydantic.BaseModel]) -> type
 
 
 def _models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, pydantic.BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
     return [m for a in getattr(annotation, "__args__", ()) for m in _models_in(a)]

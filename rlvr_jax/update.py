@@ -55,7 +55,7 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
     B = batch.tokens.shape[0]
     N = B // G
     # With truncated sampling the behaviour policy is not the trainer's softmax, so w does not vanish.
-    truncates = config.rollout.top_k > 0 or config.rollout.top_p < 1
+    truncates = config.rollout.truncates
 
     answered = response_mask(batch.prompt_length, batch.response_length, batch.tokens.shape[1]) & batch.valid[:, None]
     score = lambda params, mask: jax.lax.stop_gradient(  # noqa: E731

@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import chunked, fused, reference, streamed
+from . import chunked, fused, pallas_gpu, reference, streamed
 from .logits import Logits
 from .objective import Objective, Rows, Stats, fold_stats, needs_whole_rows, policy_objective
 
 Array = jax.Array
-Implementation = Literal["reference", "chunked"]
+Implementation = Literal["reference", "chunked", "pallas_gpu"]
 
-STREAMED = {"chunked": streamed.Passes(chunked.forward, chunked.backward)}
+STREAMED = {"chunked": streamed.Passes(chunked.forward, chunked.backward), "pallas_gpu": streamed.Passes(pallas_gpu.forward, pallas_gpu.backward)}
 IMPLEMENTATIONS = ("reference", *STREAMED)
 
 
@@ -40,7 +40,7 @@ def token_logprob(hidden: Array, head: Array, targets: Array, *, weights: Array 
       soft_cap: ``cap(u) = soft_cap * tanh(u / soft_cap)``, > 0, or None.
       logit_scale: factor before the cap.
       with_entropy: also return the entropy (nats) of the tempered distribution.
-      implementation: 'reference', 'chunked', or None for what is best on the platform compiled for.
+      implementation: 'reference', 'chunked', 'pallas_gpu' (CUDA only), or None: 'chunked', until a kernel has been measured to be faster.
 
     Returns:
       ``(logprob [tokens] float32, entropy [tokens] float32 or None)``.
@@ -82,8 +82,7 @@ def policy_loss(hidden: Array, head: Array, targets: Array, *, advantage: Array,
     """The policy loss of given tokens; the gradient for hidden and head never holds ``[tokens, V]``.
 
     Where a token's loss needs only its own log-probability, logits, loss and both gradients are made in one pass
-    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, as do the named implementations other
-    than 'chunked'.
+    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, 'reference' is plain.
 
     Args:
       hidden, head, targets, temperature, soft_cap, logit_scale: as in :func:`token_logprob`.

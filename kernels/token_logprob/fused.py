@@ -90,9 +90,7 @@ def _run(static: Static, with_grad: bool, *args: Any) -> tuple[Any, Any]:
     split, shards = mesh.split_for(*head.shape)
 
     def body(hidden: Array, head: Array, targets: Array, live: Array, operands: Any) -> Any:
-        first = mesh.LiveFirst(live)
-        h = first(jnp.where(live[:, None], hidden, 0))
-        t = first(jnp.where(live, targets, 0)) - mesh.vocab_start(split, head.shape[0])
+        first, h, t = mesh.live_first(split, head.shape[0], hidden, targets, live)
         total, stats, logprob, entropy, grads = _walk(static, split, with_grad, h, head.astype(h.dtype), t, first.count, jax.tree.map(first, operands))
         if grads is not None:
             d_hidden, d_head = mesh.reduced(split, *grads)

@@ -25,26 +25,31 @@ class Split(NamedTuple):
     width: str | None = None
 
 
-def split_for(V: int, D: int) -> tuple[Split, int]:
-    """How the mesh of the context (``jax.set_mesh``) splits a head ``[V, D]``, and over how many devices tokens go.
+def free_axes() -> dict[str, int]:
+    """Mesh axes of the context (``jax.set_mesh``) that the compiler may lay out, with their sizes; none outside a mesh, or on one device.
 
-    Axes that are already manual (inside a ``shard_map``) are the caller's. What does not divide is not split.
+    Axes that are already manual (inside a ``shard_map``) are the caller's.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return Split(), 1
-    free = {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
+        return {}
+    return {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
+
+
+def split_for(V: int, D: int) -> tuple[Split, int]:
+    """How the mesh of the context splits a head ``[V, D]``, and over how many devices tokens go. What does not divide is not split."""
+    free = free_axes()
     batch = tuple(a for a in BATCH_AXES if free.get(a, 1) > 1)
     vocab = VOCAB_AXIS if free.get(VOCAB_AXIS, 1) > 1 and V % free[VOCAB_AXIS] == 0 else None
     width = BATCH_AXES[-1] if BATCH_AXES[-1] in batch and D % free[BATCH_AXES[-1]] == 0 else None
     return Split(batch, vocab, width), math.prod(free[a] for a in batch)
 
 
-def over_tokens(tree: Any, shards: int, fill: Any = 0) -> Any:
-    """Every array's first axis filled up to a multiple of ``shards``."""
+def over_tokens(tree: Any, shards: int) -> Any:
+    """Every array's first axis filled up to a multiple of ``shards`` with 0."""
     def pad(x: Array) -> Array:
         extra = -x.shape[0] % shards
-        return jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1), constant_values=fill) if extra else x
+        return jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1)) if extra else x
 
     return jax.tree.map(pad, tree)
 
@@ -102,3 +107,10 @@ class LiveFirst:
 
     def back(self, x: Array) -> Array:
         return jnp.zeros_like(x).at[self.order].set(x, unique_indices=True)
+
+
+def live_first(split: Split, rows: int, hidden: Array, targets: Array, live: Array) -> tuple[LiveFirst, Array, Array]:
+    """The order, and hidden states and targets in it; targets count from the first of the head's ``rows`` on this device."""
+    first = LiveFirst(live)
+    # What a dead token holds must not reach a product with 0.
+    return first, first(jnp.where(live[:, None], hidden, 0)), first(jnp.where(live, targets, 0)) - vocab_start(split, rows)

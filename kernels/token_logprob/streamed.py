@@ -25,20 +25,10 @@ class Passes(NamedTuple):
     backward: Callable[..., tuple[Array, Array]]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_logprob(passes: Passes, how: Logits, hidden: Array, head: Array, targets: Array, live: Array) -> tuple[Array, Array | None]:
     """As :func:`reference.token_logprob`, without an array of ``[tokens, V]`` in the forward or the backward pass."""
-    return _streamed(passes, how, hidden, head, targets, live)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(passes: Passes, how: Logits, hidden: Array, head: Array, targets: Array, live: Array) -> tuple[Array, Array | None]:
     return _forward(passes, how, hidden, head, targets, live)[0]
-
-
-def _sorted(split: mesh.Split, size: int, hidden: Array, targets: Array, live: Array) -> tuple[mesh.LiveFirst, Array, Array]:
-    first = mesh.LiveFirst(live)
-    # What a dead token holds must not reach a product with 0.
-    return first, first(jnp.where(live[:, None], hidden, 0)), first(jnp.where(live, targets, 0)) - mesh.vocab_start(split, size)
 
 
 def _forward(passes: Passes, how: Logits, hidden: Array, head: Array, targets: Array, live: Array) -> tuple[Any, Any]:
@@ -46,12 +36,13 @@ def _forward(passes: Passes, how: Logits, hidden: Array, head: Array, targets: A
     split, shards = mesh.split_for(*head.shape)
 
     def body(hidden: Array, head: Array, targets: Array, live: Array) -> tuple[Array, ...]:
-        first, h, t = _sorted(split, head.shape[0], hidden, targets, live)
+        first, h, t = mesh.live_first(split, head.shape[0], hidden, targets, live)
         lse, target, mean = mesh.whole_vocab(split, *passes.forward(how, h, head.astype(h.dtype), t, first.count))
         return tuple(jnp.where(live, first.back(x), 0) for x in (target - lse, lse, *(() if mean is None else (lse - mean, mean))))
 
     rows = P(split.batch or None)
-    out = mesh.run(body, split, (rows, mesh.head_spec(split), rows, rows), rows, *_padded(shards, hidden, head, targets, live))
+    tokens, *columns = mesh.over_tokens((hidden, targets, live), shards)
+    out = mesh.run(body, split, (rows, mesh.head_spec(split), rows, rows), rows, tokens, head, *columns)
     logprob, lse, *rest = (x[:n] for x in out)
     entropy, mean = rest if rest else (None, None)
     return (logprob, entropy), (hidden, head, targets, live, lse, mean)
@@ -63,7 +54,7 @@ def _backward(passes: Passes, how: Logits, saved: Any, cotangents: tuple[Array, 
     split, shards = mesh.split_for(*head.shape)
 
     def body(hidden: Array, head: Array, targets: Array, live: Array, *vectors: Array) -> tuple[Array, Array]:
-        first, h, t = _sorted(split, head.shape[0], hidden, targets, live)
+        first, h, t = mesh.live_first(split, head.shape[0], hidden, targets, live)
         lse, d_logprob, *rest = (first(jnp.where(live, x, 0)) for x in vectors)
         mean, d_entropy = rest if rest else (None, None)
         grads = passes.backward(how, h, head.astype(h.dtype), t, first.count, lse, mean, d_logprob, d_entropy)
@@ -73,14 +64,9 @@ def _backward(passes: Passes, how: Logits, saved: Any, cotangents: tuple[Array, 
     rows = P(split.batch or None)
     vectors = (lse, cotangents[0]) if mean is None else (lse, cotangents[0], mean, cotangents[1])
     specs = (rows, mesh.head_spec(split), rows, rows, *(rows for _ in vectors))
-    d_hidden, d_head = mesh.run(body, split, specs, (rows, mesh.gradient_spec(split)),
-                                *_padded(shards, hidden, head, targets, live), *mesh.over_tokens(vectors, shards))
+    tokens, *columns = mesh.over_tokens((hidden, targets, live, *vectors), shards)
+    d_hidden, d_head = mesh.run(body, split, specs, (rows, mesh.gradient_spec(split)), tokens, head, *columns)
     return d_hidden[:n], d_head, None, None
 
 
-def _padded(shards: int, hidden: Array, head: Array, targets: Array, live: Array) -> tuple[Array, Array, Array, Array]:
-    hidden, targets, live = mesh.over_tokens((hidden, targets, live), shards)
-    return hidden, head, targets, live
-
-
-_streamed.defvjp(_forward, _backward)
+token_logprob.defvjp(_forward, _backward)
