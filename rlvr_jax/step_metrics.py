@@ -32,11 +32,11 @@ def eval_metrics(scores: Mapping[str, float]) -> dict[str, float]:
     return {f"eval/{n}": s for n, s in scores.items()} | {"eval/mean": float(np.mean(list(scores.values())))}
 
 
-def samples(rows: Sequence[Any], texts: Sequence[str], reward: np.ndarray, valid: np.ndarray, G: int) -> list[dict[str, Any]]:
-    """The first sample of the first group of every domain."""
-    first = {rows[i].domain: i for i in reversed(range(0, len(rows), G))}
-    return [{"domain": rows[i].domain_name, "prompt": rows[i].prompt, "response": texts[i], "answer": rows[i].answer, "reward": float(reward[i]),
-             "known": bool(valid[i])} for _, i in sorted(first.items())]
+def samples(rows: Sequence[Any], texts: Sequence[str], reward: np.ndarray, valid: np.ndarray) -> list[dict[str, Any]]:
+    """The first sample of the first group of every domain: ``rows`` of N groups, the others of their N * G rows."""
+    first, G = {r.domain: n for n, r in reversed(list(enumerate(rows)))}, len(texts) // len(rows)
+    return [{"domain": rows[n].domain_name, "prompt": rows[n].prompt, "response": texts[n * G], "answer": rows[n].answer, "reward": float(reward[n * G]),
+             "known": bool(valid[n * G])} for _, n in sorted(first.items())]
 
 
 def unknown(score: Score) -> str:

@@ -21,18 +21,17 @@ import numpy as np
 from rlvr_jax import config as configs
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
-from rlvr_jax import replay, report
+from rlvr_jax import report
 from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
-from rlvr_jax.advantages import advantages
 from rlvr_jax.checkpoint import Checkpoints
+from rlvr_jax.collect import Collector
 from rlvr_jax.config import Config
 from rlvr_jax.evaluate import evaluate
-from rlvr_jax.rollout.book import Finished
 from rlvr_jax.run_folder import only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
-from rlvr_jax.strategies.mix import Mixer, build_mixer
-from rlvr_jax.types import Rollout, TrainState, UpdateBatch
+from rlvr_jax.strategies.mix import build_mixer
+from rlvr_jax.types import TrainState
 from rlvr_jax.update import make_update
 
 log = logging.getLogger(__name__)
@@ -96,13 +95,12 @@ class _Loop:
         self.compiles = observe.CompileCount()
         self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
         self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
-        self.engine = parts.engine(record_entropy=self.strategy.needs_entropy)
+        self.collector = Collector(parts, entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
-        self.decode = parts.tokenizer.decode
         self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
         self.stop_signal: int | None = None
         self.told: set[str] = set()
-        self.clock: list[float] = []  # of the running step: rollout begins, ends; verdicts in; update done
+        self.clock: list[float] = []  # of the last step: device free, update begins, device free again
 
     def __enter__(self) -> "_Loop":
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)} if _in_main_thread() else {}
@@ -132,7 +130,7 @@ class _Loop:
                 self._evaluate(state.params, record, progress)
                 writer.write(0, observe.eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
             while record.step < config.train.steps and self.stop_signal is None:
-                state, host, values = self._step(state, host, record, ref_params, writer)
+                state, host, values = self._step(state, host, record, ref_params, writer, progress)
                 self._tell_unknown(progress, "train", record.step)
                 if pending:  # one step late, so that the device never waits for the host
                     self._write(writer, progress, record, *pending)
@@ -161,7 +159,7 @@ class _Loop:
     def _start(self) -> tuple[TrainState, dict[str, Any], Record]:
         """Fresh state, or the newest checkpoint's."""
         parts, config = self.parts, self.config
-        host = self._fresh_host()
+        host = self.collector.init()
         abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh)
         saved = self.checkpoints.record()
         if saved is not None:
@@ -181,78 +179,41 @@ class _Loop:
         state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
-    def _fresh_host(self) -> dict[str, Any]:
-        c = self.config
-        if c.replay is None:
-            return {}
-        return {"replay": replay.init(c.replay.capacity or c.train.prompts_per_step, c.rollout.samples_per_prompt, part.row_length(c),
-                                      entropy=self.engine.sampling.record_entropy)}
-
-    def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:
+    def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer, progress: metric.Progress
+              ) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:
         """One step of the flow; returns metrics whose device part is still being computed."""
         config, step = self.config, record.step
-        G = config.rollout.samples_per_prompt
-        mixer = self.parts.mixer
-        proportions, signal = mixer.proportions(record.mixer, step), mixer.signal(record.mixer, step) if mixer.signal else None
-        rows, record.data = self.parts.dataset.train.take(record.data, config.train.prompts_per_step, proportions)
-        # The next prompts were drawn while the device still updated; from here on its time is the rollout's.
-        jax.block_until_ready(state.params)
-        self.clock.append(time.monotonic())
-        clock = self.clock = [time.monotonic()]
-        tick = lambda: clock.append(time.monotonic())  # noqa: E731
-        row_of = [r for r in rows for _ in range(G)]
-        rollout, texts, tickets = self._rollout(state.params, rows, row_of, step)
-        tick()
-        reward, correct, valid = self.parts.judge.collect(row_of, tickets)
-        tick()
-        values = observe.rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
-        domain = np.array([r.domain for r in rows], np.int32)
-        record.mixer = _observe(mixer, record.mixer, config.algorithm.advantage, reward.reshape(-1, G), valid.reshape(-1, G), domain, step)
-        batch = to_batch(rollout, reward, correct, valid, domain)
-        if config.replay is not None:
-            batch, buffer, replayed = replay.apply(host["replay"], batch, prompt_id=np.array([r.prompt_id for r in rows], np.int32), step=step)
-            host, values = {"replay": buffer}, values | metric.means(replayed)
-        state, sums = self.update(state, batch, part.stream_key(config.seed, step, "update"), ref_params)
+        got = self.collector.step(state.params, host, record.data, record.mixer, step)
+        if self.clock:
+            self.clock.append(got.began)
+        clock = self.clock = [got.began, time.monotonic()]
+        record.data, record.mixer = got.data, got.mixer
+        state, sums = self.update(state, got.batch, part.stream_key(config.seed, step, "update"), ref_params)
         record.step += 1
-        record.generated_tokens += int(rollout.response_length.sum())
-        writer.write_prompts(record.step, [r.prompt_id for r in rows])
+        record.generated_tokens += int(got.generated.rollout.response_length.sum())
+        for note in got.notes:
+            progress.log(note)
+        writer.write_prompts(record.step, [r.prompt_id for r in got.generated.rows])
         if record.step % config.train.samples_every == 0 or record.step == 1:
-            writer.write_samples(record.step, observe.samples(row_of, texts, reward, valid, G))
-        values |= observe.mix_metrics(rows, proportions, signal, self.parts.dataset.names)
-        values |= {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
-        return state, host, values | {"sums": sums, "clock": clock}
-
-    def _rollout(self, params: Any, rows: Sequence[Any], row_of: Sequence[Any], step: int) -> tuple[Rollout, list[str], list[list[int]]]:
-        """Samples all rows; each is decoded and handed to the verifiers when it ends, while others still decode."""
-        texts, tickets = [""] * len(row_of), [[0]] * len(row_of)
-
-        def judge(finished: Sequence[Finished]) -> None:
-            for row in finished:
-                texts[row.row] = self.decode(row.tokens)
-                tickets[row.row] = self.parts.judge.submit(row_of[row.row], texts[row.row])
-
-        self.engine.update_weights(params, step)
-        rollout = self.engine.generate([list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]), np.array([r.domain for r in rows]),
-                                       self.config.rollout.samples_per_prompt, self.config.seed, step, on_rows=judge)
-        self.engine.release()  # the update may have the memory
-        return rollout, texts, tickets
+            writer.write_samples(record.step, observe.samples(got.generated.rows, got.generated.texts, got.generated.reward, got.generated.valid))
+        values = got.values | {f"time/{name}": s for name, s in got.seconds.items()} | {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
+        return state, got.host, values | {"sums": sums, "clock": clock}
 
     def _write(self, writer: metric.Writer, progress: metric.Progress, record: Record, step: int, values: dict[str, Any]) -> None:
         sums, clock = values.pop("sums"), values.pop("clock")
         sums = jax.device_get(sums)
-        if len(clock) < 4:
+        if len(clock) < 3:
             clock.append(time.monotonic())
         values |= metric.means(sums)
         record.updated_tokens += int(values["tokens/updated"])
-        values |= {"time/rollout": clock[1] - clock[0], "time/verify": clock[2] - clock[1], "time/update": clock[3] - clock[2],
-                   "time/step": clock[3] - clock[0], "tokens_per_second": values["tokens/generated"] / (clock[3] - clock[0]),
+        values |= {"time/update": clock[2] - clock[1], "time/step": clock[2] - clock[0], "tokens_per_second": values["tokens/generated"] / (clock[2] - clock[0]),
                    "tokens/generated_total": record.generated_tokens, "tokens/updated_total": record.updated_tokens, "compiles": self.compiles.count}
         writer.write(step, values)
         progress.update(step, values)
 
     def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> None:
         e = self.config.eval
-        scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
+        scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.parts.tokenizer.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
         record.eval[str(record.step)] = {name: s.accuracy for name, s in scores.items()}
         self._tell_unknown(progress, "evaluation", record.step)
         progress.log(f"evaluation at step {record.step}: " + "  ".join(f"{n} {s.accuracy:.1%}{observe.unknown(s)}" for n, s in scores.items()))
@@ -285,28 +246,6 @@ class _Loop:
             "updated_tokens": record.updated_tokens, "compiles": self.compiles.count, "resumed_from_step": record.resumed_from_step,
             "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
             "weights_sha256": weights_sha256(state.params)}
-
-
-_advantages = jax.jit(advantages, static_argnums=0)
-
-
-def _observe(mixer: Mixer, state: Any, estimator: str, reward: np.ndarray, valid: np.ndarray, domain: np.ndarray, step: int) -> Any:
-    """Tells the mixer of this step's fresh groups, before any replay: ``reward, valid [N, G]``, ``domain [N]``."""
-    if mixer.signal is None:
-        return state
-    advantage = np.asarray(_advantages(estimator, reward, valid))
-    for d in np.unique(domain):
-        of = domain == d
-        state = mixer.observe(state, int(d), {"reward": reward[of], "advantage": advantage[of], "valid": valid[of], "step": step})
-    return state
-
-
-def to_batch(rollout: Rollout, reward: Any, correct: Any, valid: Any, domain: Any) -> UpdateBatch:
-    """Fresh rows and their verdicts, as NumPy arrays: ``reward, correct, valid [B]``, ``domain [N]``."""
-    return UpdateBatch(
-        tokens=rollout.tokens, prompt_length=rollout.prompt_length, response_length=rollout.response_length, logprob=rollout.logprob,
-        behavior_logprob=rollout.behavior_logprob, entropy=rollout.entropy, reward=reward, valid=valid, correct=correct,
-        truncated=rollout.truncated, policy_step=rollout.policy_step, domain=domain)
 
 
 def _in_main_thread() -> bool:

@@ -164,9 +164,10 @@ def test_the_penalty_is_monotone_and_bounded(longest, data):
 def test_shaped_rewards():
     config = C.validate({"rollout": {"max_new_tokens": 100}, "algorithm": {"overlong_buffer": 20}})
     reward, valid, length = np.float32([1, 1, 0, 0]), np.array([True, True, True, False]), np.array([50, 90, 100, 100])
-    shaped, metrics = overlong.shaped(config, reward, valid, length)
+    shaped, metrics = overlong.shaped(config, reward, valid, length), overlong.metrics(config, valid, length)
     np.testing.assert_allclose(shaped, [1, 0.5, -1, 0])
     assert metrics == {"reward/overlong_penalty": (-1.5, 3.0), "response/overlong": (2.0, 3.0)}
-    assert overlong.shaped(C.validate({}), reward, valid, length)[0] is reward
+    assert overlong.shaped(C.validate({}), reward, valid, length) is reward
+    assert overlong.metrics(C.validate({}), valid, length) == {}
     with pytest.raises(C.ConfigError, match=r"overlong_buffer: 65 is more than rollout\.max_new_tokens 64"):
         C.validate({"algorithm": {"overlong_buffer": 65}})

@@ -21,6 +21,7 @@ TIERS = (
     {"losses", "rollout", "report", "coefficients", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
     {"step_metrics"},
+    {"collect"},
     {"train", "compare", "plan", "sft", "bench", "generate"},
     {"cli"},
 )

@@ -1,11 +1,12 @@
 """Soft overlong penalty (DAPO, arXiv 2503.14476): answers that come near the token limit lose reward. No jax in here."""
 
 import numpy as np
+import numpy.typing as npt
 
 from rlvr_jax.config import Config
 
 
-def penalty(length: np.ndarray, longest: int, buffer: int) -> np.ndarray:
+def penalty(length: npt.ArrayLike, longest: int, buffer: int) -> np.ndarray:
     """0 up to ``longest - buffer`` tokens, then linear down to -1 at ``longest``, and -1 above.
 
     Args:
@@ -19,14 +20,24 @@ def penalty(length: np.ndarray, longest: int, buffer: int) -> np.ndarray:
     return np.float32(0) - (over / buffer).astype(np.float32)
 
 
-def shaped(config: Config, reward: np.ndarray, valid: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, dict[str, tuple[float, float]]]:
-    """Rewards ``[B]`` with the penalty of ``algorithm.overlong_buffer`` on known rows, and its metrics; verdicts stay as they are.
+def shaped(config: Config, reward: np.ndarray, valid: npt.ArrayLike, length: npt.ArrayLike) -> np.ndarray:
+    """Rewards ``[B]`` with the penalty of ``algorithm.overlong_buffer`` on known rows; verdicts stay as they are.
 
     The penalty makes rewards differ within groups that are wrong throughout: where that must not count as effective,
     decide by accuracy (``dynamic_sampling.by``, ``replay.by``).
     """
-    buffer = config.algorithm.overlong_buffer
-    if buffer is None:
-        return reward, {}
-    lost = np.where(valid, penalty(length, config.rollout.max_new_tokens, buffer), np.float32(0))
-    return reward + lost, {"reward/overlong_penalty": (float(lost.sum()), float(valid.sum())), "response/overlong": (float((lost < 0).sum()), float(valid.sum()))}
+    return reward if config.algorithm.overlong_buffer is None else reward + _lost(config, valid, length)
+
+
+def metrics(config: Config, valid: npt.ArrayLike, length: npt.ArrayLike) -> dict[str, tuple[float, float]]:
+    """The penalty's sum and the rows it fell on, over the known rows; nothing where it is off."""
+    if config.algorithm.overlong_buffer is None:
+        return {}
+    lost = _lost(config, valid, length)
+    known = float(np.sum(valid))
+    return {"reward/overlong_penalty": (float(lost.sum()), known), "response/overlong": (float((lost < 0).sum()), known)}
+
+
+def _lost(config: Config, valid: npt.ArrayLike, length: npt.ArrayLike) -> np.ndarray:
+    assert config.algorithm.overlong_buffer is not None
+    return np.where(valid, penalty(length, config.rollout.max_new_tokens, config.algorithm.overlong_buffer), np.float32(0))
