@@ -151,7 +151,8 @@ def _eval(args: argparse.Namespace) -> None:
             scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, parts.tokenizer.decode,
                               samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
     print(json.dumps({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
-                             "tokens_mean": s.tokens / max(s.total, 1)} for name, s in scores.items()}))
+                             "tokens_mean": s.tokens / max(s.total, 1),
+                             **{k: v for k, v in s.measures().items() if k != "eval"}} for name, s in scores.items()}))
 
 
 def _generate(args: argparse.Namespace) -> None:
