@@ -22,8 +22,8 @@ import numpy as np
 
 from rlvr_jax import config as configs
 from rlvr_jax import metrics as metric
-from rlvr_jax import parts as part
 from rlvr_jax import pairing, replay, report
+from rlvr_jax import parts as part
 from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.advantages import advantages
