@@ -248,7 +248,10 @@ def _compare(args: argparse.Namespace) -> int | None:
     here, there = ("arms", "seeds", "budget", "shard", "workers", "run_dir", "report_only"), ("arm", "pair", "scores", "baseline", "where", "out")
     if wrong := [name for name in (here if args.table else there) if getattr(args, name)]:
         raise ValueError(f"--{wrong[0].replace('_', '-')} goes with {'a comparison, not with --from' if args.table else '--from, not with a comparison'}")
-    return _compare_table(args) if args.table else _compare_runs(args)
+    if args.table is None:
+        return _compare_runs(args)
+    _compare_table(args)
+    return None
 
 
 def _compare_runs(args: argparse.Namespace) -> int:

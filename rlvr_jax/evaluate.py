@@ -53,7 +53,7 @@ class Score(NamedTuple):
         return {"eval": self.accuracy} | {f"pass_at_{k}": self.pass_at(k) for k in more} | ({f"majority_of_{n}": self.majority} if n > 1 else {})
 
 
-def majority(texts: Sequence[str], correct: Sequence[bool], valid: Sequence[bool]) -> float:
+def majority(texts: Sequence[str], correct: np.ndarray, valid: np.ndarray) -> float:
     """Whether the answer that most samples of a prompt give is right: 1 or 0, and between them the chance in a fair draw of a tie.
 
     Answers are told apart by their final box, tag or text, white space and case aside; all that the verifier calls right count
@@ -89,7 +89,8 @@ def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Ca
             texts = response_texts(rollout, decode)
             _, correct, valid = judge([r for r in batch for _ in range(samples)], texts)
             counts = (np.sum(correct & valid), np.sum(valid), len(texts), np.sum(rollout.response_length), np.sum(rollout.truncated))
-            score = Score(*(a + int(b) for a, b in zip(score[:5], counts)), score.prompts + _prompts(texts, correct, valid, samples))
+            totals: list[Any] = [a + int(b) for a, b in zip(score[:5], counts)]
+            score = Score(*totals, score.prompts + _prompts(texts, correct, valid, samples))
             on_batch(len(batch))
         out[name] = score
     engine.release()

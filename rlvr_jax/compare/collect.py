@@ -140,7 +140,7 @@ def _same_order(mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence
 
 
 def _row(spec: Spec, run: Run, steps: Sequence[Mapping[str, Any]]) -> Row:
-    last = next((r for r in reversed(steps) if f"{spec.score}/mean" in r), {})
+    last: Mapping[str, Any] = next((r for r in reversed(steps) if f"{spec.score}/mean" in r), {})
     end = max((r["step"] for r in steps), default=0)
     domains = spec.arms[run[0]].data.domains
     if last.get("step") != end or any(page.number(last.get(f"{spec.score}/{d}")) is None for d in domains):

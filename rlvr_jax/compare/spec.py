@@ -93,7 +93,8 @@ def load(path: str | Path, *, arms: Sequence[str] | None = None, seeds: int | No
     file = _file(path)
     base = _base(file, path.parent, overrides)
     names = _chosen(file, arms)
-    found = parse_budget(budget or file.budget) if budget or file.budget else None
+    asked = budget or file.budget
+    found = parse_budget(asked) if asked else None
     made = {name: _arm(name, base, file.arms[name] or {}, found) for name in names}
     first = made[names[0]]
     if found is None:
