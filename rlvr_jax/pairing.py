@@ -58,25 +58,26 @@ def prompt_order(run_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     """Prompt ids by domain, in the order in which a run drew them.
 
     Raises:
-      ValueError: a step is missing, so the order is not known.
+      ValueError: a step is missing, or domains are, so the order is not known.
     """
     records = read_records(Path(run_dir) / "prompts.jsonl")
     steps = [r["step"] for r in records]
-    if steps != list(range(1, len(steps) + 1)):
-        raise ValueError("prompts.jsonl lacks steps, so the order of its prompts is not known")
+    if steps != list(range(1, len(steps) + 1)) or any(len(r.get("domains", ())) != len(r["prompt_ids"]) for r in records):
+        raise ValueError("prompts.jsonl lacks steps or domains, so the order of its prompts is not known")
     order: dict[str, list[int]] = {}
     for record in records:
-        for domain, prompt in zip(record.get("domains", ()), record["prompt_ids"], strict=True):
+        for domain, prompt in zip(record["domains"], record["prompt_ids"]):
             order.setdefault(domain, []).append(prompt)
     return order
 
 
 def _evaluation(config: Config, name: str, rows: Sequence[Any]) -> str:
     domain, e, r = config.data.domains[name], config.eval, config.rollout
-    decides = (domain.rewards or config.rewards)[0]  # the first reward's verdict is what counts as right
-    h = hashlib.sha256(_text([e.samples_per_prompt, e.temperature, r.max_new_tokens, r.stop, list(decides)]))
+    decides, = (domain.rewards or config.rewards)[0]  # the first reward's verdict is what counts as right
+    h = hashlib.sha256(_text([e.samples_per_prompt, e.temperature, r.max_new_tokens, r.stop]))
     for row in rows:
-        h.update(_text([row.prompt_id, row.messages, row.token_ids, row.answer, row.fields, row.verifier]))
+        verifier = row.verifier if decides == "verifier" else decides
+        h.update(_text([row.prompt_id, row.messages, row.token_ids, row.answer, row.fields, verifier]))
     return h.hexdigest()
 
 

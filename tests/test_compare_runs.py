@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import yaml
 from compare_runs import BASE, change_json, load, rows, write_run
 from page_checks import Page, check_self_contained
 
-from rlvr_jax import cli, pairing
+from rlvr_jax import cli, pairing, report
 from rlvr_jax.compare import command, runner
 from rlvr_jax.compare import spec as specs
 from rlvr_jax.compare.collect import collect
@@ -35,7 +34,7 @@ def made(tmp_path):
     return spec
 
 
-def test_finished_runs_become_a_table(made):
+def test_finished_runs_become_a_table_and_a_page(made):
     told = command.run(made, train=False)
     c = told.comparison
     assert c.table.arms == ("baseline", "x", "ucb") and c.table.pairs == ("0", "1", "2") and c.table.domains == ("sums", "knights")
@@ -47,10 +46,7 @@ def test_finished_runs_become_a_table(made):
     assert not command.problems(told.found) and not command.unfinished(told.found) and any(note.startswith("ucb: chooses which prompts") for note in c.notes)
     tree = json.loads((made.folder / "results.json").read_text())
     assert list(tree["arms"]) == list(ARMS) and tree["source"]["budget"] == "updates=4" and tree["source"]["cost"]["x"]["updates"] == 4
-
-
-def test_the_page_has_cost_data_and_mix(made):
-    shown = Page(command.run(made, train=False).report)
+    shown = Page(told.report)
     shown.check_inert()
     check_self_contained((made.folder / "report.html").read_text())
     for words in ("What the arms cost", "budget is updates=4", "What was learned from", "Kept rows", "Domain mix", "Mix of baseline", "Accuracy over rollouts", "rollouts to reach"):
@@ -100,17 +96,21 @@ def too_long(spec, folder):
 @pytest.mark.parametrize("tamper, words", [
     (tampered_weights, "other initial weights (ffffffff, expected wwwwwwww)"), (tampered_evaluation, "domain 'knights' is evaluated differently"),
     (tampered_order, "another order of prompts in domain 'sums', from its prompt 2 on"), (other_seed, "missing or of another seed"), (no_pairing, "missing or of another seed"),
-    (lost_prompts, "prompts.jsonl lacks steps"), (no_evaluation, "no 'eval' was recorded at its last step, 4"), (too_long, "its budget differs: 6 updates, expected 4")])
-def test_a_run_that_is_no_pair_is_refused_by_name(made, capsys, tamper, words):
+    (lost_prompts, "prompts.jsonl lacks steps or domains"), (no_evaluation, "no 'eval' was recorded at its last step, 4"), (too_long, "its budget differs: 6 updates, expected 4")])
+def test_a_run_that_is_no_pair_is_refused_by_name(made, tamper, words):
     tamper(made, made.run_dir("x", 1))
-    told = command.run(made, train=False)
-    assert list(told.found.refused) == [("x", 1)] and words in told.found.refused["x", 1]
-    assert np.isnan(told.comparison.table.scores[1, 1]).all() and not np.isnan(told.comparison.table.scores[1, [0, 2]]).any()
-    assert told.comparison.effects["x", OVERALL].pairs == 2 and told.comparison.effects["ucb", OVERALL].pairs == 3
-    assert any("x seed 1" in note and words in note for note in told.comparison.notes)
+    found = collect(made)
+    assert list(found.refused) == [("x", 1)] and words in found.refused["x", 1]
+    assert np.isnan(found.table.scores[1, 1]).all() and not np.isnan(found.table.scores[1, [0, 2]]).any() and not np.isnan(found.table.scores[[0, 2]]).any()
+
+
+def test_a_refused_pair_is_told_everywhere(made, capsys):
+    tampered_weights(made, made.run_dir("x", 1))
     assert cli.main(["compare", str(made.folder.parent / "cmp.yaml"), "--run-dir", str(made.folder), "--report-only"]) == 2
-    error = capsys.readouterr().err
-    assert words in error and "(x seed 1)" in error
+    printed, tree = capsys.readouterr(), json.loads((made.folder / "results.json").read_text())
+    assert "other initial weights" in printed.err and "(x seed 1)" in printed.err and printed.out.splitlines()[-1] == str(made.folder / "report.html")
+    assert tree["arms"]["x"]["pairs"] == 2 and tree["arms"]["ucb"]["pairs"] == 3 and "other initial weights" in tree["source"]["left out"]["x seed 1"]
+    assert any("x seed 1" in note and "other initial weights" in note for note in tree["notes"])
 
 
 def test_mixers_are_held_to_the_order_within_a_domain_too(made):
@@ -148,7 +148,7 @@ def test_budgets_of_tokens_are_checked(tmp_path, unit, steps, words):
 def test_unequal_costs_are_said(made):
     for seed in made.seeds:
         write_run(made, "x", seed, tokens=150)
-    notes = command.run(made, train=False).comparison.notes
+    notes = collect(made).notes
     assert any(note == "Equal in updates, not in generated tokens: x used 1.50 times those of baseline." for note in notes), notes
 
 
@@ -217,6 +217,7 @@ class Inline:
 @pytest.fixture
 def inline(monkeypatch, tiny_model):
     monkeypatch.setattr(runner, "Worker", Inline)
+    monkeypatch.setattr(report, "build", lambda run_dir: None)  # pages of single runs have their own tests
     return {**BASE, "model": {"path": str(tiny_model)}, "train": {**BASE["train"], "steps": 2}, "data": {"domains": {"sums": BASE["data"]["domains"]["sums"]}, "max_prompt_length": 32},
             "eval": {**BASE["eval"], "prompts_per_domain": 4}}
 
@@ -374,11 +375,12 @@ def test_a_worker_that_is_lost_costs_its_run_only(tmp_path, monkeypatch):
 def test_pairing_names_what_decides_an_evaluation(tmp_path):
     spec = load(tmp_path, ARMS)
     config = spec.arms["x"]
-    of = lambda c, r=rows(): pairing.identity(c, "w", {"sums": r})["evaluation"]["sums"]  # noqa: E731
+    of = lambda c, r=None: pairing.identity(c, "w", {"sums": rows() if r is None else r})["evaluation"]["sums"]  # noqa: E731
     same = of(config)
     assert of(spec.arms["baseline"]) == same and of(config.model_copy(update={"seed": 5})) == same
     for change in ({"rollout": config.rollout.model_copy(update={"max_new_tokens": 9})}, {"eval": config.eval.model_copy(update={"temperature": 0.5})},
-                   {"rewards": ({"math": 1.0},)}):
+                   {"rewards": ({"choice": 1.0},)}):
         assert of(config.model_copy(update=change)) != same
     assert of(config.model_copy(update={"rewards": ({"verifier": 0.0}, {"mine:f": 1.0})})) == same, "trained on another reward, measured by the same"
-    assert of(config, rows((1, 2))) != same and of(config, [*rows()[::-1]]) != same and isinstance(rows()[0], types.SimpleNamespace)
+    assert of(config.model_copy(update={"rewards": ({"math": 2.0},)})) == same, "the rows' own verifier by its name"
+    assert of(config, rows((1, 2))) != same and of(config, rows()[::-1]) != same

@@ -107,8 +107,8 @@ class _Runner:
             except ConfigError as e:
                 self.failures[run] = str(e)
         total = len(self.runs) * self.spec.budget.amount
-        fields = (("finished", "finished", ".0f"), ("of", "of", ".0f"), ("failed", "failed", ".0f"))
-        with Progress(total, self._used(), "compare", fields) as progress, self._signals(progress), selectors.DefaultSelector() as ready:
+        fields = (("finished runs", "finished", ".0f"), ("of", "of", ".0f"), ("failed", "failed", ".0f"))
+        with Progress(total, self._used(), f"compare: {self.spec.budget.unit}", fields) as progress, self._signals(progress), selectors.DefaultSelector() as ready:
             try:
                 for run, reason in self.failures.items():
                     self._tell(progress, run, f"refused: {reason}")
