@@ -20,7 +20,8 @@ EXAMPLES = {
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
     "report": "rlvr-jax report runs/quickstart",
-    "compare": "rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k,math500\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
+    "compare": "rlvr-jax compare configs/dataflex/compare_quick.yaml\n  rlvr-jax compare configs/dataflex/compare.yaml --arms difffilter,gfpo --seeds 12 --budget generated=500_000\n"
+               "  rlvr-jax compare configs/dataflex/compare.yaml --shard 0/2        # and 1/2 elsewhere, then --report-only on all folders\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
     "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench rollout --workload smol --json",
 }
 
@@ -88,14 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
-    p = command("compare", _compare, "does an arm help? verdicts from a table of anybody's runs, paired by seed")
-    p.add_argument("--from", dest="table", required=True, metavar="FILE.csv", help="one row a run, with a header")
-    p.add_argument("--arm", required=True, metavar="COLUMN", help="what is compared, e.g. method")
-    p.add_argument("--pair", required=True, metavar="COLUMN", help="what runs are paired by, e.g. seed")
-    p.add_argument("--scores", required=True, metavar="COLUMN,COLUMN", help="scores by domain, larger is better; they count alike in the mean")
-    p.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
-    p.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
-    p.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
+    _compare_arguments(command("compare", _compare, "does an arm help? trains arms paired by seed, or reads a table of anybody's runs, and gives verdicts"))
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
     p.add_argument("part", choices=("update", "rollout", "step"))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
@@ -103,6 +97,26 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
     p.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
+
+
+def _compare_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("config", nargs="?", help="comparison: a base config and named arms")
+    p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the base config, for every arm")
+    p.add_argument("--arms", metavar="ARM,ARM", help="only these, beside the baseline")
+    p.add_argument("--seeds", type=int, metavar="N", help="pairs (default: what the file says, else 12; a twelvefold Holm correction needs 9 to decide at all)")
+    p.add_argument("--budget", metavar="UNIT=N", help="updates=300, generated=2_000_000 or updated=1_000_000 (tokens), the same for every run")
+    p.add_argument("--shard", metavar="i/n", help="make only every n-th pair's runs, from i on; results are merged from the folders")
+    p.add_argument("--workers", type=int, metavar="N", help="processes that train at once")
+    p.add_argument("--run-dir", metavar="FOLDER", help="runs and results (default: runs/CONFIG)")
+    p.add_argument("--report-only", action="store_true", help="train nothing; report on the runs that are there")
+    t = p.add_argument_group("a table of finished runs instead")
+    t.add_argument("--from", dest="table", metavar="FILE.csv", help="one row a run, with a header")
+    t.add_argument("--arm", metavar="COLUMN", help="what is compared, e.g. method")
+    t.add_argument("--pair", metavar="COLUMN", help="what runs are paired by, e.g. seed")
+    t.add_argument("--scores", metavar="COLUMN,COLUMN", help="scores by domain, larger is better; they count alike in the mean")
+    t.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
+    t.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
+    t.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
 
 
 def _quiet() -> None:
@@ -151,7 +165,8 @@ def _eval(args: argparse.Namespace) -> None:
             scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, parts.tokenizer.decode,
                               samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
     print(json.dumps({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
-                             "tokens_mean": s.tokens / max(s.total, 1)} for name, s in scores.items()}))
+                             "tokens_mean": s.tokens / max(s.total, 1),
+                             **{k: v for k, v in s.measures().items() if k != "eval"}} for name, s in scores.items()}))
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -227,7 +242,39 @@ def _report(args: argparse.Namespace) -> None:
     print(report.build(args.run_dir))
 
 
-def _compare(args: argparse.Namespace) -> None:
+def _compare(args: argparse.Namespace) -> int | None:
+    if (args.table is None) == (args.config is None):
+        raise ValueError("give either a comparison (configs/dataflex/compare_quick.yaml) or --from FILE.csv; --help has examples of both")
+    here, there = ("arms", "seeds", "budget", "shard", "workers", "run_dir", "report_only"), ("arm", "pair", "scores", "baseline", "where", "out")
+    if wrong := [name for name in (here if args.table else there) if getattr(args, name)]:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} goes with {'a comparison, not with --from' if args.table else '--from, not with a comparison'}")
+    if args.table is None:
+        return _compare_runs(args)
+    _compare_table(args)
+    return None
+
+
+def _compare_runs(args: argparse.Namespace) -> int:
+    from rlvr_jax.compare import command, spec
+    from rlvr_jax.compare.output import plain
+
+    for name in ("seeds", "workers"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    arms = None if args.arms is None else [name.strip() for name in args.arms.split(",")]
+    plan = spec.load(args.config, arms=arms, seeds=args.seeds, budget=args.budget, run_dir=args.run_dir, overrides=args.overrides)
+    told = command.run(plan, shard=args.shard, train=not args.report_only, workers=args.workers)
+    if told.comparison is not None:
+        print(plain(told.comparison), f"\n{told.report}", sep="\n")
+    for line in [*command.problems(told.found), command.unfinished(told.found)]:
+        if line:
+            print(f"rlvr-jax compare: {line}", file=sys.stderr)
+    if told.stopped:
+        return STOPPED
+    return 2 if told.found.failed or told.found.refused else 0
+
+
+def _compare_table(args: argparse.Namespace) -> None:
     import csv
     import hashlib
 
@@ -235,6 +282,8 @@ def _compare(args: argparse.Namespace) -> None:
     from rlvr_jax.compare.result import compare
     from rlvr_jax.compare.table import read_csv
 
+    if missing := [name for name in ("arm", "pair", "scores") if not getattr(args, name)]:
+        raise ValueError(f"--from needs --{missing[0]} (a column of the table)")
     path = Path(args.table)
     if bad := [w for w in args.where if "=" not in w]:
         raise ValueError(f"--where {bad[0]}: expected COLUMN=VALUE")

@@ -291,6 +291,10 @@ class Train(Strict):
     """Newest checkpoints kept; the best one by evaluation is kept beside them."""
     max_seconds: float | None = pydantic.Field(None, gt=0)
     """Stop after this wall time (saving first); the next start goes on."""
+    generated_tokens: int | None = pydantic.Field(None, ge=1)
+    """End the run at the first step by which so many tokens have been sampled, if that is before `steps`."""
+    updated_tokens: int | None = pydantic.Field(None, ge=1)
+    """The same for tokens that were learned from."""
     samples_every: int = pydantic.Field(10, ge=1)
     """Steps between sample texts written to samples.jsonl."""
 

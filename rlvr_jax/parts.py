@@ -3,8 +3,8 @@
 import contextlib
 import importlib.resources
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ class Parts:
     dataset: Any
     mixer: mix.Mixer
     judge: "Judge"
+    programs: dict[Any, Any] = field(default_factory=dict)
+    """What has been compiled, by everything that is compiled in; runs of one process may share it."""
+
+    def program(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, or what an earlier run made for the same key."""
+        if key not in self.programs:
+            self.programs[key] = make()
+        return self.programs[key]
 
     def params(self) -> Any:
         return hf.load_params(self.folder, self.model, self.mesh)
@@ -72,8 +80,10 @@ class Parts:
         return self._engine(SamplingParams(self.config.eval.temperature, max_new_tokens=r.max_new_tokens, eos_ids=tuple(self.tokenizer.eos_ids), stop=r.stop))
 
     def _engine(self, sampling: SamplingParams, **shape: Any) -> LocalEngine:
-        return LocalEngine(self.model, sampling, self.mesh, compute_dtype=self.config.model.compute_dtype,
-                           prompt_buckets=length_buckets(self.config.data.max_prompt_length), slots=self.config.rollout.slots, decode=self.tokenizer.decode, **shape)
+        c = self.config
+        make = lambda: LocalEngine(self.model, sampling, self.mesh, compute_dtype=c.model.compute_dtype,  # noqa: E731
+                                   prompt_buckets=length_buckets(c.data.max_prompt_length), slots=c.rollout.slots, decode=self.tokenizer.decode, **shape)
+        return self.program((str(self.folder), sampling, self.mesh, c.model.compute_dtype, c.data.max_prompt_length, c.rollout.slots, *shape.items()), make)
 
 
 def row_length(config: Config) -> int:
@@ -83,11 +93,12 @@ def row_length(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Parts]:
+def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[Any, Any] | None = None) -> Iterator[Parts]:
     """Parts for a config; verifier processes end with the context.
 
     Args:
       rewards: functions ``(text, answer, **fields) -> float`` that replace the configured rewards (notebooks).
+      programs: of earlier runs of this process.
 
     Raises:
       ConfigError: a file, model, verifier or mesh that cannot be used.
@@ -101,7 +112,7 @@ def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Part
     dataset = data.build(config, tokenizer)
     mixer = mix.build_mixer(config.data.mixer.name, dataset.weights, **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:
-        yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge)
+        yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge, {} if programs is None else programs)
 
 
 class Judge:

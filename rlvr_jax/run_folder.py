@@ -10,7 +10,7 @@ from rlvr_jax.config import Config, ConfigError, validate
 
 # Sections that may change between a run and its continuation; any other change would make it another experiment.
 MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
-              "train.max_seconds", "train.samples_every")
+              "train.max_seconds", "train.samples_every", "train.generated_tokens", "train.updated_tokens")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,9 @@ same mesh and backend: everything that decides is in the checkpoint or a functio
 """
 
 import copy
+import json
 import logging
+import math
 import signal
 import sys
 import time
@@ -20,14 +22,15 @@ import numpy as np
 
 from rlvr_jax import config as configs
 from rlvr_jax import metrics as metric
+from rlvr_jax import pairing, report
 from rlvr_jax import parts as part
-from rlvr_jax import report
 from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.collect import Collector
 from rlvr_jax.config import Config
 from rlvr_jax.evaluate import evaluate
+from rlvr_jax.records import write_json
 from rlvr_jax.run_folder import only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
 from rlvr_jax.strategies.mix import build_mixer
@@ -51,7 +54,7 @@ class Record:
 
 
 def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[Any] | None = None, strategies: Sequence[Any] | None = None,
-          overrides: Sequence[str] = ()) -> dict[str, Any]:
+          overrides: Sequence[str] = (), programs: dict[Any, Any] | None = None) -> dict[str, Any]:
     """Trains, or continues, the run of ``config`` and returns its summary.
 
     Args:
@@ -59,6 +62,7 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
       rewards: functions ``(text, answer, **fields) -> float | bool | None`` instead of the configured rewards.
       strategies: like the config's ``strategies``; Strategy objects are allowed too.
       overrides: ``a.b=value`` strings, for a mapping or a file.
+      programs: a dict that keeps what is compiled for the next run of this process.
 
     Returns:
       The content of ``summary.json``.
@@ -72,7 +76,7 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     # Before a folder is made: what can be refused by its name alone.
     strategy_room.build(list(config.strategies if strategies is None else strategies))
     build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
-    with only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
+    with only_one(Path(config.run_dir)), part.build(config, rewards, programs) as parts, _Loop(parts, strategies) as loop:
         return loop.run()
 
 
@@ -94,7 +98,8 @@ class _Loop:
         self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
         self.compiles = observe.CompileCount()
         self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
-        self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
+        make = lambda: make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)  # noqa: E731
+        self.update = parts.program(compiled_in(config), make) if strategies is None else make()
         self.collector = Collector(parts, entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
         self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
@@ -127,9 +132,8 @@ class _Loop:
         pending: tuple[int, dict[str, Any]] | None = None
         with writer, metric.Progress(config.train.steps, record.step) as progress:
             if not record.eval and config.eval.prompts_per_domain:
-                self._evaluate(state.params, record, progress)
-                writer.write(0, observe.eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
-            while record.step < config.train.steps and self.stop_signal is None:
+                writer.write(0, self._evaluate(state.params, record, progress) | {"compiles": self.compiles.count})
+            while not self._at_end(record) and self.stop_signal is None:
                 state, host, values = self._step(state, host, record, ref_params, writer, progress)
                 self._tell_unknown(progress, "train", record.step)
                 if pending:  # one step late, so that the device never waits for the host
@@ -137,10 +141,9 @@ class _Loop:
                 pending = (record.step, values)
                 record.seconds = base + time.monotonic() - started
                 out_of_time = config.train.max_seconds is not None and time.monotonic() - started > config.train.max_seconds
-                last = record.step == config.train.steps
+                last = self._at_end(record, values["sums"])
                 if config.eval.prompts_per_domain and (last or record.step % config.train.eval_every == 0):
-                    self._evaluate(state.params, record, progress)
-                    values |= observe.eval_metrics(record.eval[str(record.step)])
+                    values |= self._evaluate(state.params, record, progress)
                 if last or out_of_time or self.stop_signal is not None or self._save_due(record):
                     self._write(writer, progress, record, *pending)
                     pending = None
@@ -155,6 +158,16 @@ class _Loop:
         metric.write_summary(self.run_dir, summary)
         report.build(self.run_dir)
         return summary
+
+    def _at_end(self, record: Record, unwritten: Mapping[str, Any] | None = None) -> bool:
+        """Whether train.steps or a token budget is reached; ``unwritten``: sums of a step that the record does not count yet."""
+        limit = self.config.train
+        if record.step >= limit.steps or record.generated_tokens >= (limit.generated_tokens or math.inf):
+            return True
+        if limit.updated_tokens is None:  # else this waits for the device: only its count decides
+            return False
+        more = 0 if unwritten is None else int(metric.means({"n": jax.device_get(unwritten["tokens/updated"])})["n"])
+        return record.updated_tokens + more >= limit.updated_tokens
 
     def _start(self) -> tuple[TrainState, dict[str, Any], Record]:
         """Fresh state, or the newest checkpoint's."""
@@ -177,6 +190,7 @@ class _Loop:
         metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
         parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
         state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
+        write_json(self.run_dir / pairing.FILE, pairing.identity(config, weights_sha256(state.params), parts.dataset.eval))
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
     def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer, progress: metric.Progress
@@ -193,7 +207,7 @@ class _Loop:
         record.generated_tokens += int(got.generated.rollout.response_length.sum())
         for note in got.notes:
             progress.log(note)
-        writer.write_prompts(record.step, [r.prompt_id for r in got.generated.rows])
+        writer.write_prompts(record.step, [r.prompt_id for r in got.generated.rows], [r.domain_name for r in got.generated.rows])
         if record.step % config.train.samples_every == 0 or record.step == 1:
             writer.write_samples(record.step, observe.samples(got.generated.rows, got.generated.texts, got.generated.reward, got.generated.valid))
         values = got.values | {f"time/{name}": s for name, s in got.seconds.items()} | {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
@@ -211,12 +225,14 @@ class _Loop:
         writer.write(step, values)
         progress.update(step, values)
 
-    def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> None:
+    def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> dict[str, float]:
+        """Scores the held-out prompts; accuracy goes into the record, all of it is returned as metrics."""
         e = self.config.eval
         scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.parts.tokenizer.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
         record.eval[str(record.step)] = {name: s.accuracy for name, s in scores.items()}
         self._tell_unknown(progress, "evaluation", record.step)
         progress.log(f"evaluation at step {record.step}: " + "  ".join(f"{n} {s.accuracy:.1%}{observe.unknown(s)}" for n, s in scores.items()))
+        return observe.eval_metrics(scores)
 
     def _tell_unknown(self, progress: metric.Progress, during: str, step: int) -> None:
         """Each new reason why answers could not be judged is told once; how many, every step, is a metric."""
@@ -239,13 +255,19 @@ class _Loop:
 
     def _summary(self, state: TrainState, record: Record) -> dict[str, Any]:
         steps = sorted(map(int, record.eval))
-        finished = record.step >= self.config.train.steps
+        finished = self._at_end(record)
         return {
             "eval": {"before": record.eval[str(steps[0])] if steps else {}, "after": record.eval[str(steps[-1])] if steps else {}},
             "steps": record.step, "finished": finished, "seconds": round(record.seconds, 3), "generated_tokens": record.generated_tokens,
             "updated_tokens": record.updated_tokens, "compiles": self.compiles.count, "resumed_from_step": record.resumed_from_step,
             "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
             "weights_sha256": weights_sha256(state.params)}
+
+
+def compiled_in(config: Config) -> str:
+    """All of a config that may be part of its compiled update; the seed is not."""
+    tree = config.model_dump(mode="json", exclude={"seed", "run_dir", "data", "rewards", "pool", "eval", "sft"})
+    return json.dumps([tree, list(config.data.domains), config.data.max_prompt_length])
 
 
 def _in_main_thread() -> bool:

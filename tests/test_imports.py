@@ -17,7 +17,7 @@ PACKAGE = ROOT / "rlvr_jax"
 # A room (a module or sub-package of rlvr_jax) may import rooms of earlier lines, and of its own line without a cycle.
 TIERS = (
     {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random"},
-    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling"},
+    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling", "pairing"},
     {"losses", "rollout", "report", "coefficients", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
     {"step_metrics"},
