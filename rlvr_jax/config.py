@@ -44,6 +44,8 @@ class Domain(Strict):
     task: str | None = None
     """A generated task: arithmetic, countdown, knights. Exclusive with path."""
     task_args: dict[str, Any] = {}
+    problems: int | None = pydantic.Field(None, ge=1)
+    """Of a task: train on so many different problems, the same for every seed, which come again each epoch; null = endless."""
     path: str | None = None
     """JSONL, JSON or parquet file, below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
     eval_path: str | None = None
@@ -69,6 +71,8 @@ class Domain(Strict):
     def _source(self) -> Self:
         if (self.task is None) == (self.path is None):
             raise ValueError("a domain needs exactly one of 'task' and 'path'")
+        if self.path is not None and self.problems is not None:
+            raise ValueError("'problems' goes with 'task'; a file has the rows that it has")
         if self.path is not None and self.verifier is None and not self.rewards:
             raise ValueError("a domain read from a file needs a 'verifier' (math, countdown, knights, choice, format or module:function)")
         return self
