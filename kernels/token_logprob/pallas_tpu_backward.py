@@ -84,7 +84,7 @@ def backward(static: Logits, hidden: Array, head: Array, targets: Array, count: 
             out_specs=[pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec((tiles.vocab, width), head_block)],
             scratch_shapes=[pltpu.VMEM(tiles[::-1], hidden.dtype), pltpu.VMEM(tiles, hidden.dtype), pltpu.VMEM((RING, tiles.tokens, width), jnp.float32),
                             pltpu.SemaphoreType.DMA((RING,)), pltpu.SemaphoreType.DMA((RING,))]),
-        out_shape=[jax.ShapeDtypeStruct((cores, padded, width), jnp.float32), jax.ShapeDtypeStruct((vocab, width), jnp.float32)],
+        out_shape=[pltpu.HBM((cores, padded, width), jnp.float32), jax.ShapeDtypeStruct((vocab, width), jnp.float32)],
         input_output_aliases={5: 0},  # the sums start at zero, and those of dead blocks stay there
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"),
                                              vmem_limit_bytes=backward_bytes(tiles, width, hidden.dtype.itemsize)),

@@ -44,12 +44,16 @@ def tile_logits(static: Logits, head: Any, hidden: Any) -> tuple[Array, Array | 
     if static.soft_cap is None:
         slope = static.logit_scale / static.temperature
         return (u if slope == 1 else u * slope), slope
-    capped = jnp.tanh(u * (static.logit_scale / static.soft_cap))
-    return capped * (static.soft_cap / static.temperature), (1 - capped * capped) * (static.logit_scale / static.temperature)
+    u = u * (static.logit_scale / static.soft_cap)
+    e = jnp.exp(-2 * jnp.abs(u))  # 1 - tanh(u)^2 = 4 e / (1 + e)^2 keeps its digits where tanh is almost 1
+    return jnp.tanh(u) * (static.soft_cap / static.temperature), e / ((1 + e) * (1 + e)) * (4 * static.logit_scale / static.temperature)
 
 
 def for_each(pieces: Array | int, size: int, body: Callable[[Any], None]) -> None:
     """``body`` for the first ``pieces`` slices of ``size``, as a loop in the program: unrolled code would be megabytes."""
+    if isinstance(pieces, int) and pieces <= 1:
+        return body(pl.ds(0, size)) if pieces else None
+
     def turn(i: Array, carry: None) -> None:
         body(pl.ds(pl.multiple_of(i * size, size), size))
 
