@@ -1,32 +1,47 @@
-"""Line charts as inline SVG: readable offline and without script, coloured by the page's CSS (so dark mode works)."""
+"""Charts as inline SVG: readable offline and without script, coloured by the page's CSS (so dark mode works)."""
 
+import contextlib
 import io
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlvr_jax import page
+
 # The page defines these CSS variables; the colours here only mark the places in matplotlib's output.
-_PLACES = {"--ink": "#010101", "--rule": "#020202"} | {f"--c{i}": f"#0101{i + 16:02x}" for i in range(8)}
+_PLACES = {"--ink": "#010101", "--rule": "#020202"} | {f"--c{i}": f"#0101{i + 16:02x}" for i in range(8)} | {"--good": "#030303", "--bad": "#040404"}
 MAX_POINTS = 400
 """Most points per line; longer runs are drawn as means of equal blocks of steps."""
 
 
 class Series(NamedTuple):
-    """One line: ``steps[n]``, ``values[n]`` (NaN = gap), palette index ``color`` and whether it is dashed."""
+    """One line: ``steps[n]``, ``values[n]`` (NaN = gap), palette index ``color``, whether it is dashed, and a band around it."""
 
     label: str
     steps: np.ndarray
     values: np.ndarray
     color: int = 0
     dashed: bool = False
+    band: tuple[np.ndarray, np.ndarray] | None = None
+    """``low[n], high[n]``, for a line that is short enough to be drawn as it is."""
+
+
+class Span(NamedTuple):
+    """A row of a forest plot: an estimate with its interval (NaN = none), and what its colour says: 'good', 'bad' or ''."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    tone: str = ""
 
 
 def line_chart(series: Sequence[Series], *, key: str, unit: str = "", percent: bool = False, log: bool = False,
-               markers: bool = False, smooth: bool = True, robust: bool = False, title: str = "") -> str:
+               markers: bool = False, smooth: bool = True, robust: bool = False, title: str = "", across: str = "trainer step") -> str:
     """``<svg>`` of the lines over trainer steps; the same input gives the same bytes.
 
     Long lines are drawn faint with their :func:`running_mean` on top. Labels are left to the page (see ``color``).
@@ -41,35 +56,51 @@ def line_chart(series: Sequence[Series], *, key: str, unit: str = "", percent: b
       smooth: draw the running mean of long lines.
       robust: let the highest 2% leave the axis when they would flatten the rest.
       title: what a screen reader says.
+      across: label of the horizontal axis.
     """
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    style: Any = {"svg.hashsalt": key, "svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5,
-                  "axes.formatter.useoffset": False, "path.simplify": True}
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")
-        figure = Figure(figsize=(4.6, 2.35))
-        canvas = FigureCanvasSVG(figure)
+    with _figure(key, 2.35) as (figure, out):
         # Fixed margins: matplotlib's automatic ones take ten times as long.
-        axes = figure.add_axes((0.13 if unit else 0.1, 0.18, 0.87 if unit else 0.9, 0.8))
-        figure.patch.set_visible(False)
-        axes.patch.set_visible(False)
+        axes = figure.add_axes((0.13 if unit else 0.1, 0.18, 0.84 if unit else 0.87, 0.8))
         for one in series:
             _draw(axes, one, markers, smooth)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel("trainer step", color=_PLACES["--ink"])
+        if max(one.steps.max() for one in series) >= 100_000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel(across, color=_PLACES["--ink"])
         axes.set_ylabel(unit, color=_PLACES["--ink"])
         _vertical(axes, np.concatenate([one.values[np.isfinite(one.values)] for one in series]), percent, log, robust)
-        axes.grid(color=_PLACES["--rule"], linewidth=0.6)
-        axes.tick_params(colors=_PLACES["--ink"], which="both", length=0)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(_PLACES["--rule"])
-        out = io.StringIO()
-        canvas.print_svg(out, metadata={"Date": None, "Creator": None})
+        _frame(axes)
+    return _themed(out.getvalue(), title)
+
+
+def forest_chart(spans: Sequence[Span], *, key: str, unit: str = "", title: str = "") -> str:
+    """``<svg>`` of estimates with their intervals around a line at zero, one a row from the top; foreign labels are safe.
+
+    A filled mark is a row with a tone; the others are hollow, so colour does not tell alone.
+
+    Args:
+      spans: at least one; an interval that is NaN is not drawn.
+      key, title: as in :func:`line_chart`.
+      unit: label of the horizontal axis.
+    """
+    labels = [page.visible(s.label if len(s.label) <= 28 else f"{s.label[:27]}…") for s in spans]
+    height = 0.55 + 0.23 * len(spans)
+    left = min(0.03 + 0.0145 * max(map(len, labels)), 0.45)
+    with _figure(key, height) as (figure, out):
+        axes = figure.add_axes((left, 0.47 / height, 0.97 - left, 1 - 0.5 / height))
+        axes.axvline(0, color=_PLACES["--ink"], linewidth=0.9)
+        for row, span in enumerate(spans):
+            color = _PLACES.get(f"--{span.tone}", _PLACES["--c7"])
+            if np.isfinite([span.low, span.high]).all():
+                axes.plot([span.low, span.high], [row, row], color=color, linewidth=1.6, solid_capstyle="butt")
+            axes.plot([span.value], [row], color=color, linestyle="none", marker="o", markersize=4.6, markerfacecolor=color if span.tone else "none")
+        axes.set_ylim(len(spans) - 0.5, -0.5)
+        axes.set_yticks(range(len(spans)), labels)
+        axes.margins(x=0.04)
+        axes.set_xlabel(unit, color=_PLACES["--ink"])
+        _frame(axes)
     return _themed(out.getvalue(), title)
 
 
@@ -87,6 +118,33 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 def smoothing(n: int) -> int:
     """Window of the running mean for a line of ``n`` points; 1 = drawn as it is."""
     return 1 if n < 40 else n // 20 | 1
+
+
+@contextlib.contextmanager
+def _figure(key: str, height: float) -> Iterator[tuple[Any, io.StringIO]]:
+    """A figure of the page's width; its SVG is in the buffer when the block has ended."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    style: Any = {"svg.hashsalt": key, "svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5,
+                  "axes.formatter.useoffset": False, "path.simplify": True}
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure, out = Figure(figsize=(4.6, height)), io.StringIO()
+        canvas = FigureCanvasSVG(figure)
+        figure.patch.set_visible(False)
+        yield figure, out
+        canvas.print_svg(out, metadata={"Date": None, "Creator": None})
+
+
+def _frame(axes: Any) -> None:
+    axes.patch.set_visible(False)
+    axes.grid(color=_PLACES["--rule"], linewidth=0.6)
+    axes.tick_params(colors=_PLACES["--ink"], which="both", length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_PLACES["--rule"])
 
 
 def _vertical(axes: Any, values: np.ndarray, percent: bool, log: bool, robust: bool) -> None:
@@ -116,6 +174,8 @@ def _draw(axes: Any, one: Series, markers: bool, smooth: bool) -> None:
     if window > 1:
         axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.3)
         values = running_mean(values, window)
+    if one.band is not None:
+        axes.fill_between(one.steps, *one.band, color=color, alpha=0.15, linewidth=0)
     lonely = np.isfinite(values).sum() == 1
     axes.plot(steps, values, color=color, linewidth=1.5, linestyle=dash, marker="o" if markers or lonely else None, markersize=3.2)
 

@@ -14,13 +14,14 @@ STOPPED = 75  # EX_TEMPFAIL: stopped by a signal or train.max_seconds after savi
 EXAMPLES = {
     "train": "rlvr-jax train configs/quickstart.yaml\n  rlvr-jax train configs/quickstart.yaml seed=1 run_dir=runs/seed1 'strategies=[difffilter]'",
     "eval": "rlvr-jax eval configs/quickstart.yaml\n  rlvr-jax eval configs/quickstart.yaml --checkpoint best eval.samples_per_prompt=4 eval.temperature=1",
-    "generate": "rlvr-jax generate configs/quickstart.yaml --prompt '27+45=?' -n 4\n  rlvr-jax generate configs/quickstart.yaml --checkpoint last < prompts.txt > answers.jsonl",
+    "generate": "rlvr-jax generate configs/quickstart.yaml --prompt '27+45=?' -n 4\n  rlvr-jax generate configs/quickstart.yaml --checkpoint last --prompts prompts.txt --out answers.jsonl",
     "sft": "rlvr-jax sft configs/quickstart_sft.yaml\n  rlvr-jax sft my.yaml model.path=/models/Qwen3-0.6B sft.steps=500",
     "export": "rlvr-jax export runs/quickstart my_model\n  rlvr-jax export runs/quickstart my_model --checkpoint last --dtype bfloat16",
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
     "report": "rlvr-jax report runs/quickstart",
-    "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench update --workload smol --json",
+    "compare": "rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k,math500\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
+    "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench rollout --workload smol --json",
 }
 
 
@@ -69,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
     p = command("generate", _generate, "answers to prompts, one JSON object a line", config=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
-    p.add_argument("--prompt", action="append", help="a prompt (may be repeated); default: one per line of stdin")
+    p.add_argument("--prompt", action="append", help="a prompt (may be repeated)")
+    p.add_argument("--prompts", metavar="FILE", help="one prompt a line, or a JSON object with a 'prompt'; default: stdin")
+    p.add_argument("--out", metavar="FILE", help="write here instead of to stdout; started again with the same arguments, it goes on where it was stopped")
     p.add_argument("-n", type=int, default=1, help="samples per prompt")
     command("sft", _sft, "supervised warm start on prompt/response pairs; writes a Hugging Face folder", config=True)
     p = command("export", _export, "a run's weights as a Hugging Face folder")
@@ -85,8 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
+    p = command("compare", _compare, "does an arm help? verdicts from a table of anybody's runs, paired by seed")
+    p.add_argument("--from", dest="table", required=True, metavar="FILE.csv", help="one row a run, with a header")
+    p.add_argument("--arm", required=True, metavar="COLUMN", help="what is compared, e.g. method")
+    p.add_argument("--pair", required=True, metavar="COLUMN", help="what runs are paired by, e.g. seed")
+    p.add_argument("--scores", required=True, metavar="COLUMN,COLUMN", help="scores by domain, larger is better; they count alike in the mean")
+    p.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
+    p.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
+    p.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
-    p.add_argument("part", choices=("update",))
+    p.add_argument("part", choices=("update", "rollout", "step"))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
     p.add_argument("--micro-batch", type=int, default=4, help="rows of full length per forward and backward pass")
     p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
@@ -144,31 +155,27 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    import numpy as np
-
+    from rlvr_jax import generate as room
     from rlvr_jax import parts as part
-    from rlvr_jax.data.rows import prompt_id
-    from rlvr_jax.evaluate import response_texts
     from rlvr_jax.metrics import Progress
+    from rlvr_jax.records import Appender, line
 
     config = _load(args)
-    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if args.prompt is None and args.prompts is not None:
+        with open(args.prompts, encoding="utf-8") as file:
+            prompts = room.read_prompts(file)
+    else:
+        prompts = args.prompt or room.read_prompts(sys.stdin)
     if not prompts or args.n < 1:
-        raise ValueError("nothing to answer: give --prompt TEXT, or one prompt a line on stdin, and -n of at least 1")
-    system = [{"role": "system", "content": config.model.system_prompt}] if config.model.system_prompt else []
-    with part.build(config) as parts:
-        params, engine = _weights(parts, args.checkpoint), parts.engine()
-        ids = [parts.tokenizer.encode_chat([*system, {"role": "user", "content": p}], config.model.template_args) for p in prompts]
-        size = config.eval.batch_prompts
-        with Progress(len(prompts), description="generate", fields=()) as progress:
-            for i in range(0, len(prompts), size):
-                batch = prompts[i:i + size]
-                rollout = engine.generate(params, ids[i:i + size], np.array([prompt_id("", p) for p in batch]), np.zeros(len(batch), np.int32), args.n, config.seed, i)
-                texts = response_texts(rollout, parts.tokenizer.decode)
-                for b, text in enumerate(texts):
-                    print(json.dumps({"prompt": batch[b // args.n], "sample": b % args.n, "response": text, "tokens": int(rollout.response_length[b]),
-                                      "truncated": bool(rollout.truncated[b]), "logprob": round(float(rollout.logprob[b].sum()), 4)}), flush=True)
-                progress.update(min(i + size, len(prompts)))
+        raise ValueError("nothing to answer: give --prompt TEXT, --prompts FILE, or one prompt a line on stdin, and -n of at least 1")
+    done = room.finished_prompts(Path(args.out), prompts, args.n) if args.out else 0
+    out = Appender(Path(args.out)) if args.out else None
+    write = (lambda record: out.append(line(record))) if out else (lambda record: print(json.dumps(record), flush=True))
+    with part.build(config) as parts, Progress(len(prompts), done, description="generate", fields=()) as progress:
+        if done < len(prompts):
+            engine = parts.engine()
+            engine.update_weights(_weights(parts, args.checkpoint), 0)
+            room.generate(config, engine, parts.tokenizer, prompts, args.n, write, done=done, on_prompt=progress.update)
 
 
 def _weights(parts: Any, checkpoint: str | None) -> Any:
@@ -220,10 +227,39 @@ def _report(args: argparse.Namespace) -> None:
     print(report.build(args.run_dir))
 
 
-def _bench(args: argparse.Namespace) -> None:
-    from rlvr_jax.bench.update import bench_update
+def _compare(args: argparse.Namespace) -> None:
+    import csv
+    import hashlib
 
-    for record in bench_update(args.workload, args.micro_batch, args.repeat):
+    from rlvr_jax.compare.output import plain, write
+    from rlvr_jax.compare.result import compare
+    from rlvr_jax.compare.table import read_csv
+
+    path = Path(args.table)
+    if bad := [w for w in args.where if "=" not in w]:
+        raise ValueError(f"--where {bad[0]}: expected COLUMN=VALUE")
+    where = dict(w.split("=", 1) for w in args.where)
+    scores = [name.strip() for name in next(csv.reader([args.scores]))]
+    comparison = compare(read_csv(path, args.arm, args.pair, scores, where), args.baseline)
+    facts = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "arm": args.arm, "pair": args.pair, "scores": scores, "where": where}
+    out = write(comparison, args.out or Path("runs") / f"compare_{path.stem}", " · ".join([path.stem, *args.where]), facts)
+    print(plain(comparison), f"\n{out}", sep="\n")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    if args.part == "update":
+        from rlvr_jax.bench.update import bench_update
+
+        found = bench_update(args.workload, args.micro_batch, args.repeat)
+    elif args.part == "rollout":
+        from rlvr_jax.bench.rollout import bench_rollout
+
+        found = bench_rollout(args.workload, args.repeat)
+    else:
+        from rlvr_jax.bench.step import bench_step
+
+        found = bench_step(args.workload, args.micro_batch, args.repeat)
+    for record in found:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
         print(json.dumps(shown) if args.json else "  ".join(f"{k} {v}" for k, v in shown.items() if v is not None), flush=True)
 

@@ -4,7 +4,6 @@ Every default is a decision; every field is read somewhere (``tests/test_config.
 combination raises :class:`ConfigError`, one line that names the field and the nearest valid key. No jax in here.
 """
 
-import difflib
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from typing import Any, Literal, Self
 
 import pydantic
 import yaml
+
+from rlvr_jax.config_errors import explain
 
 
 class ConfigError(ValueError):
@@ -31,6 +32,9 @@ class Model(Strict):
     """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matmul results, or everything inside a layer."""
+    attention: Literal["reference", "blocks", "splash"] | None = None
+    """Attention of training (``kernels/attention/``): null for the best on the platform (splash on TPU, else blocks), splash for TPU only,
+    blocks in plain XLA, reference to check them (holds all scores)."""
     system_prompt: str | None = None
     template_args: dict[str, Any] = {}
     """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
@@ -118,8 +122,26 @@ class Rollout(Strict):
     top_k: int = pydantic.Field(0, ge=0)
     """0 = off."""
     top_p: float = pydantic.Field(1.0, gt=0, le=1)
+    min_p: float = pydantic.Field(0.0, ge=0, lt=1)
+    """Of what top-k and top-p leave, tokens at least this many times as likely as the likeliest; 0 = off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, as an end token does; the string is kept. Evaluation stops at them too."""
+    slots: int | None = pydantic.Field(None, ge=1)
+    """Rows that decode together; the cache holds slots x length. Default: 64 on CPU, 256 elsewhere."""
     record_entropy: bool = False
     """Record the entropy of every sampled token; strategies that read it turn it on."""
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("an empty string would end every answer; remove it")
+        return stop
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole softmax."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Pool(Strict):
@@ -356,7 +378,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate_json(json.dumps(tree))
     except pydantic.ValidationError as e:
-        raise ConfigError(_explain(e)) from None
+        raise ConfigError(explain(e, Config)) from None
     except TypeError as e:
         raise ConfigError(f"config holds something that is no plain YAML value: {e}") from None
 
@@ -368,36 +390,3 @@ def dump(config: Config) -> str:
 
 def _one_line(e: Exception) -> str:
     return " ".join(str(e).split())
-
-
-def _explain(error: pydantic.ValidationError) -> str:
-    # An unknown key is the likeliest root of the others ('missing task' after a misspelt 'taks'), so it is named first.
-    errors = sorted(error.errors(include_url=False), key=lambda x: x["type"] != "extra_forbidden")
-    e = errors[0]
-    where = ".".join(str(p) for p in e["loc"])
-    if e["type"] == "extra_forbidden":
-        keys = _valid_keys(e["loc"][:-1])
-        near = difflib.get_close_matches(str(e["loc"][-1]), keys, n=1, cutoff=0.0)
-        return f"unknown key '{where}'; nearest valid key: '{near[0] if near else keys}'"
-    message = e["msg"].removeprefix("Value error, ")
-    if e["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}: {message[0].lower() + message[1:]}, got {e['input']!r}"
-
-
-def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
-    """Field names of the model at a path; a step through a dict (a domain's name) does not change the model."""
-    model: Any = Config
-    for part in loc:
-        field = model.model_fields.get(part)
-        if field is None:
-            continue
-        for candidate in _models_in(field.annotation):
-            model = candidate
-    return list(model.model_fields)
-
-
-def _models_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, Strict):
-        return [annotation]
-    return [m for a in getattr(annotation, "__args__", ()) for m in _models_in(a)]

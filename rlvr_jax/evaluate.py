@@ -37,10 +37,11 @@ def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Ca
       on_batch: told the number of prompts just finished (progress bars).
     """
     out: dict[str, Score] = {}
+    engine.update_weights(params, 0)
     for name, domain_rows in rows.items():
         score = Score()
         for batch in _batches(domain_rows, batch_prompts):
-            rollout = engine.generate(params, [list(r.token_ids) for r in batch], np.array([r.prompt_id for r in batch]),
+            rollout = engine.generate([list(r.token_ids) for r in batch], np.array([r.prompt_id for r in batch]),
                                       np.array([r.domain for r in batch]), samples, EVAL_SEED, 0)
             texts = response_texts(rollout, decode)
             _, correct, valid = judge([r for r in batch for _ in range(samples)], texts)
@@ -48,6 +49,7 @@ def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Ca
                 np.sum(correct & valid), np.sum(valid), len(texts), np.sum(rollout.response_length), np.sum(rollout.truncated)))))
             on_batch(len(batch))
         out[name] = score
+    engine.release()
     return out
 
 

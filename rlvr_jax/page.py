@@ -35,10 +35,11 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{padding:.38rem .9rem .38rem 0;border-bottom:1px solid var(--rule);text-align:right;font-weight:400;vertical-align:middle}
 th:first-child{text-align:left;overflow-wrap:anywhere;max-width:22rem}
 thead th{color:var(--soft);font-size:.8rem}
-tbody th{font-weight:600}
+tbody th{font-weight:600;min-width:6rem}
 .total th,.total td{border-bottom:0;color:var(--soft)}
+.scroll td{white-space:nowrap}
 .facts th{font-weight:400;color:var(--soft)}
-.facts td{text-align:left;overflow-wrap:anywhere}
+.facts td{white-space:normal;text-align:left;overflow-wrap:anywhere}
 .up{color:var(--good);font-weight:600}
 .down{color:var(--bad);font-weight:600}
 .bar{min-width:13rem}
@@ -91,17 +92,31 @@ def notice(words: str) -> str:
 
 
 def text(value: Any, limit: int | None = None) -> str:
-    """Foreign text made safe inside an element or a quoted attribute.
+    """Foreign text made :func:`visible`, and safe inside an element or a quoted attribute.
 
-    Control characters and characters that reverse the direction of writing are shown as their code, so a text cannot
-    disguise itself; a text longer than ``limit`` characters is cut, and says so.
+    A text longer than ``limit`` characters is cut, and says so.
     """
     words = value if isinstance(value, str) else json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
     if limit is not None and len(words) > limit:
         words = f"{words[:limit]} … [{len(words) - limit:,} more characters]"
-    words = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]",
+    return escape(visible(words))
+
+
+def visible(words: str) -> str:
+    """Control characters and those that reverse the direction of writing as their code, so a text cannot disguise itself."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]",
                    lambda m: f"[U+{ord(m[0]):04X}]", words.replace("\r\n", "\n"))
-    return escape(words)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str | tuple[str, str]]]) -> str:
+    """A table whose first column names its rows. A cell is foreign text, or (text, CSS class)."""
+    def cell(value: str | tuple[str, str]) -> str:
+        words, css = value if isinstance(value, tuple) else (value, "")
+        return f"<td{f' class={chr(34)}{css}{chr(34)}' if css else ''}>{text(words)}</td>"
+
+    top = "".join(f"<th scope=col>{text(name)}</th>" for name in head)
+    body = "".join(f"<tr><th scope=row>{text(name)}</th>{''.join(map(cell, cells))}</tr>" for name, *cells in rows)
+    return f"<div class=scroll><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def number(value: Any) -> float | None:

@@ -63,18 +63,17 @@ class Parts:
     def engine(self, *, record_entropy: bool = False) -> LocalEngine:
         """The training sampler. Its rows have one length, so the update compiles once."""
         r = self.config.rollout
-        return self._engine(SamplingParams(r.temperature, r.top_k, r.top_p, r.max_new_tokens, tuple(self.tokenizer.eos_ids), record_entropy or r.record_entropy),
-                            total_length=row_length(self.config))
+        return self._engine(SamplingParams(r.temperature, r.top_k, r.top_p, r.max_new_tokens, tuple(self.tokenizer.eos_ids), record_entropy or r.record_entropy,
+                                           r.min_p, r.stop), total_length=row_length(self.config))
 
     def eval_engine(self) -> LocalEngine:
-        """Evaluation's sampler: its own temperature, no truncation; the last batch is padded to the others' shape."""
-        e = self.config.eval
-        return self._engine(SamplingParams(e.temperature, max_new_tokens=self.config.rollout.max_new_tokens, eos_ids=tuple(self.tokenizer.eos_ids)),
-                            batch_prompts=e.batch_prompts)
+        """Evaluation's sampler: its own temperature, no truncation."""
+        r = self.config.rollout
+        return self._engine(SamplingParams(self.config.eval.temperature, max_new_tokens=r.max_new_tokens, eos_ids=tuple(self.tokenizer.eos_ids), stop=r.stop))
 
     def _engine(self, sampling: SamplingParams, **shape: Any) -> LocalEngine:
         return LocalEngine(self.model, sampling, self.mesh, compute_dtype=self.config.model.compute_dtype,
-                           prompt_buckets=length_buckets(self.config.data.max_prompt_length), **shape)
+                           prompt_buckets=length_buckets(self.config.data.max_prompt_length), slots=self.config.rollout.slots, decode=self.tokenizer.decode, **shape)
 
 
 def row_length(config: Config) -> int:
@@ -129,9 +128,15 @@ class Judge:
 
         Why answers were unknown is counted in ``reasons`` (detail -> rows) until :meth:`take_reasons`.
         """
-        jobs = [pools.Job(self._verifier(row, verifier), text, row.answer, row.fields)
-                for row, text in zip(rows, texts) for entry in self.recipes[row.domain] for verifier in entry]
-        scored = self.pool.score(jobs)
+        return self.collect(rows, [self.submit(row, text) for row, text in zip(rows, texts)])
+
+    def submit(self, row: Any, text: str) -> list[int]:
+        """Queues one answer and returns at once: what :meth:`collect` wants for it."""
+        return [self.pool.submit(pools.Job(self._verifier(row, verifier), text, row.answer, row.fields)) for entry in self.recipes[row.domain] for verifier in entry]
+
+    def collect(self, rows: Sequence[Any], tickets: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Waits for the verdicts of submitted answers; returns what calling the judge does."""
+        scored = self.pool.collect([t for of_row in tickets for t in of_row])
         for verdict in scored:
             if verdict.status == "unknown" and (verdict.detail in self.reasons or len(self.reasons) < 100):
                 self.reasons[verdict.detail] = self.reasons.get(verdict.detail, 0) + 1

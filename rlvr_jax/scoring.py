@@ -21,7 +21,7 @@ def hidden_states(params: Any, model: DecoderConfig, config: Config, chunk: dict
     """One chunk of a layout -> (``[tokens, D]`` hidden states in compute dtype, ``[V, D]`` head)."""
     dtype = jnp.dtype(config.model.compute_dtype)
     hidden, _ = forward(params, model, chunk["tokens"], chunk["position"], segment_ids=chunk["segment"], window=T, compute_dtype=dtype,
-                        remat=config.model.remat)
+                        remat=config.model.remat, attention_kernel=config.model.attention)
     return hidden.reshape(-1, hidden.shape[-1]), head_matrix(params, model).astype(dtype)
 
 

@@ -19,7 +19,7 @@ from rlvr_jax import config as configs
 from rlvr_jax import data
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
-from rlvr_jax.config import Config, ConfigError
+from rlvr_jax.config import Config, ConfigError, Model
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.evaluate import evaluate
 from rlvr_jax.kernels.token_logprob.api import token_logprob
@@ -73,7 +73,7 @@ def _fit(parts: part.Parts, params: Any, run_dir: Path) -> tuple[Any, float]:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=s.learning_rate, schedule="cosine", warmup_steps=s.warmup_steps,
                                                weight_decay=config.optimizer.weight_decay, max_grad_norm=config.optimizer.max_grad_norm), s.steps)
     opt_state = jax.jit(optimizer.init)(params)
-    step_fn = make_step(parts.model, optimizer, jnp.dtype(config.model.compute_dtype), config.model.remat)
+    step_fn = make_step(parts.model, optimizer, config.model)
     state, dropped, loss = parts.dataset.train.init(), 0, float("nan")
     fields = (("loss", "loss", ".4f"),)
     with metric.Writer(run_dir) as writer, metric.Progress(s.steps, description="sft", fields=fields) as progress, jax.set_mesh(parts.mesh):
@@ -97,14 +97,16 @@ def _fit(parts: part.Parts, params: Any, run_dir: Path) -> tuple[Any, float]:
     return params, loss
 
 
-def make_step(model: DecoderConfig, optimizer: optax.GradientTransformation, dtype: Any, remat: Any) -> Callable[..., Any]:
+def make_step(model: DecoderConfig, optimizer: optax.GradientTransformation, how: Model) -> Callable[..., Any]:
     """The jitted ``(params, opt_state, batch) -> (params, opt_state, loss)``; batch as :func:`pad` makes it."""
+    dtype = jnp.dtype(how.compute_dtype)
 
     def loss_fn(params: Any, b: dict[str, Any]) -> jax.Array:
         B, T = b["tokens"].shape
         position = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         real = (position < (b["prompt_length"] + b["response_length"])[:, None]).astype(jnp.int32)
-        hidden, _ = forward(params, model, b["tokens"], position, segment_ids=real, compute_dtype=dtype, remat=remat)
+        hidden, _ = forward(params, model, b["tokens"], position, segment_ids=real, compute_dtype=dtype, remat=how.remat,
+                            attention_kernel=how.attention)
         mask = response_mask(b["prompt_length"], b["response_length"], T)
         shift = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1))).reshape(-1)  # noqa: E731
         logprob, _ = token_logprob(hidden.reshape(B * T, -1), head_matrix(params, model).astype(dtype), shift(b["tokens"]),

@@ -27,7 +27,8 @@ from rlvr_jax import strategies as strategy_room
 from rlvr_jax.advantages import advantages
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.config import Config
-from rlvr_jax.evaluate import evaluate, response_texts
+from rlvr_jax.evaluate import evaluate
+from rlvr_jax.rollout.book import Finished
 from rlvr_jax.run_folder import only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
 from rlvr_jax.strategies.mix import Mixer, build_mixer
@@ -199,13 +200,10 @@ class _Loop:
         self.clock.append(time.monotonic())
         clock = self.clock = [time.monotonic()]
         tick = lambda: clock.append(time.monotonic())  # noqa: E731
-        rollout = self.engine.generate(state.params, [list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]),
-                                       np.array([r.domain for r in rows]), G, config.seed, step)
-        rollout = jax.tree.map(np.asarray, rollout)
-        tick()
-        texts = response_texts(rollout, self.decode)
         row_of = [r for r in rows for _ in range(G)]
-        reward, correct, valid = self.parts.judge(row_of, texts)
+        rollout, texts, tickets = self._rollout(state.params, rows, row_of, step)
+        tick()
+        reward, correct, valid = self.parts.judge.collect(row_of, tickets)
         tick()
         values = observe.rollout_metrics(rollout, reward, correct, valid, self.parts.dataset.names)
         domain = np.array([r.domain for r in rows], np.int32)
@@ -223,6 +221,21 @@ class _Loop:
         values |= observe.mix_metrics(rows, proportions, signal, self.parts.dataset.names)
         values |= {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
         return state, host, values | {"sums": sums, "clock": clock}
+
+    def _rollout(self, params: Any, rows: Sequence[Any], row_of: Sequence[Any], step: int) -> tuple[Rollout, list[str], list[list[int]]]:
+        """Samples all rows; each is decoded and handed to the verifiers when it ends, while others still decode."""
+        texts, tickets = [""] * len(row_of), [[0]] * len(row_of)
+
+        def judge(finished: Sequence[Finished]) -> None:
+            for row in finished:
+                texts[row.row] = self.decode(row.tokens)
+                tickets[row.row] = self.parts.judge.submit(row_of[row.row], texts[row.row])
+
+        self.engine.update_weights(params, step)
+        rollout = self.engine.generate([list(r.token_ids) for r in rows], np.array([r.prompt_id for r in rows]), np.array([r.domain for r in rows]),
+                                       self.config.rollout.samples_per_prompt, self.config.seed, step, on_rows=judge)
+        self.engine.release()  # the update may have the memory
+        return rollout, texts, tickets
 
     def _write(self, writer: metric.Writer, progress: metric.Progress, record: Record, step: int, values: dict[str, Any]) -> None:
         sums, clock = values.pop("sums"), values.pop("clock")

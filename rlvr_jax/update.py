@@ -6,7 +6,6 @@ coefficients are known before the forward pass, so live rows are ordered first a
 number of times: its cost follows the live rows, and nothing recompiles when their number changes.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from rlvr_jax import losses
-from rlvr_jax.coefficients import Metrics, make_coefficients
+from rlvr_jax.coefficients import Coefficients, Metrics, make_coefficients
 from rlvr_jax.config import Config
-from rlvr_jax.kernels.token_logprob.api import token_logprob, token_loss
+from rlvr_jax.kernels.token_logprob.api import policy_loss
+from rlvr_jax.kernels.token_logprob.objective import Rows, fold_stats
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params
 from rlvr_jax.packing import gather, lay_out, turn
 from rlvr_jax.scoring import batch_devices, chunk_logprob, hidden_states, row_logprob
@@ -49,12 +49,13 @@ def make_update(model: DecoderConfig, config: Config, strategy: Any, optimizer: 
     return update
 
 
-def _update(state, batch, key, ref_params, *, model, config, strategy, optimizer):
+def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, *, model: DecoderConfig, config: Config, strategy: Any,
+            optimizer: optax.GradientTransformation) -> tuple[TrainState, Metrics]:
     algo, G, U = config.algorithm, config.rollout.samples_per_prompt, config.train.updates_per_batch
     B = batch.tokens.shape[0]
     N = B // G
     # With truncated sampling the behaviour policy is not the trainer's softmax, so w does not vanish.
-    truncates = config.rollout.top_k > 0 or config.rollout.top_p < 1
+    truncates = config.rollout.truncates
 
     answered = response_mask(batch.prompt_length, batch.response_length, batch.tokens.shape[1]) & batch.valid[:, None]
     score = lambda params, mask: jax.lax.stop_gradient(  # noqa: E731
@@ -66,7 +67,7 @@ def _update(state, batch, key, ref_params, *, model, config, strategy, optimizer
 
     place = jnp.zeros(N, jnp.int32).at[jax.random.permutation(key, N)].set(jnp.arange(N, dtype=jnp.int32) // (N // U))
 
-    def one(carry, u):
+    def one(carry: Any, u: Array) -> tuple[Any, Metrics]:
         params, opt_state, skipped = carry
         rows = jnp.repeat(place == u, G)
         grads, stats, any_live = gradients(params, batch, plan, rows, old, ref_params, model, config)
@@ -81,13 +82,14 @@ def _update(state, batch, key, ref_params, *, model, config, strategy, optimizer
 
     zero = jnp.float32(0)
     (params, opt_state, (empty, broken)), stats = jax.lax.scan(one, (state.params, state.opt_state, (zero, zero)), jnp.arange(U))
-    metrics |= _named({k: _merge(k, s, c) for k, (s, c) in stats.items()})
+    metrics |= _named(fold_stats(stats))
     metrics["update/skipped_empty"] = (empty, jnp.float32(1))
     metrics["update/skipped_nonfinite"] = (broken, jnp.float32(1))
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, strategy_state=strategy_state), metrics
 
 
-def gradients(params, batch, plan, rows, old, ref_params, model, config):
+def gradients(params: Any, batch: UpdateBatch, plan: Coefficients, rows: Array, old: Array | None, ref_params: Any, model: DecoderConfig,
+              config: Config) -> tuple[Any, Metrics, Array]:
     """Gradient of the mean loss over the selected rows, summed over the chunks of live rows; (grads, stats, any live)."""
     algo = config.algorithm
     B, T = batch.tokens.shape
@@ -101,17 +103,17 @@ def gradients(params, batch, plan, rows, old, ref_params, model, config):
                  "sampler_logprob": batch.logprob} | ({} if old is None else {"old_logprob": old})
     chunks = gather(layout, batch.tokens, per_token, {"advantage": plan.advantage, "on_policy": plan.on_policy, "fresh": plan.fresh})
 
-    def loss_fn(params, chunk):
+    def loss_fn(params: Any, chunk: dict[str, Array]) -> tuple[Array, Metrics]:
         if ref_params is not None and not algo.kl_in_reward:
             ref, _ = chunk_logprob(ref_params, model, config, chunk, layout.T)
             chunk |= {"ref_logprob": jax.lax.stop_gradient(ref)}
         total, stats = _chunk_loss(params, chunk, layout.T, B, model, config)
         return total, stats | {"update/loss": (total, jnp.float32(0))}
 
-    def body(i, carry):
+    def body(i: Array, carry: tuple[Any, Metrics]) -> tuple[Any, Metrics]:
         grads, stats = carry
         (_, s), g = jax.value_and_grad(loss_fn, has_aux=True)(params, turn(chunks, i))
-        return jax.tree.map(jnp.add, grads, g), losses.merge_stats(stats, s)
+        return jax.tree.map(jnp.add, grads, g), fold_stats(jax.tree.map(lambda a, b: jnp.stack([a, b]), stats, s))
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     shape = jax.eval_shape(lambda: loss_fn(params, turn(chunks, 0))[1])
@@ -121,34 +123,15 @@ def gradients(params, batch, plan, rows, old, ref_params, model, config):
     return grads, stats, layout.trips > 0
 
 
-def _chunk_loss(params, chunk, T, num_rows, model, config):
-    """Summed loss of one chunk, and its statistics.
-
-    Where a token's loss needs nothing but its own log-probability, the last matmul gives loss and gradient in one pass.
-    """
-    algo = config.algorithm
+def _chunk_loss(params: Any, chunk: dict[str, Array], T: int, num_rows: int, model: DecoderConfig, config: Config) -> tuple[Array, Metrics]:
+    """Summed loss of one chunk, and its statistics."""
     hidden, head = hidden_states(params, model, config, chunk, T)
-    names = {"row", "scale", "old_logprob", "behavior_logprob", "sampler_logprob", "advantage", "weight", "mask", "on_policy", "fresh", "ref_logprob"}
-    operands = {name: x.reshape(-1) for name, x in chunk.items() if name in names}
-    shared = {"temperature": config.rollout.temperature, "with_entropy": algo.entropy_coef > 0}
-    targets, mask = chunk["target"].reshape(-1), operands["mask"]
-    loss = functools.partial(token_objective, algo, num_rows)
-    if losses.needs_whole_rows(algo):
-        return loss(*token_logprob(hidden, head, targets, weights=mask, **shared), operands)
-    return token_loss(hidden, head, targets, mask, operands, loss, losses.merge_stats, **shared)
-
-
-def token_objective(algo, num_rows, logprob, entropy, operands):
-    """:func:`losses.policy_objective` summed over any number of tokens of a batch of ``num_rows`` rows."""
-    operands = dict(operands)
-    rows, scale = losses.Rows(operands.pop("row"), num_rows), operands.pop("scale")
-    loss, stats = losses.policy_objective(algo, logprob=logprob, entropy=entropy, rows=rows, **operands)
-    return jnp.sum(loss * scale), stats
-
-
-def _merge(name: str, sums: Array, counts: Array) -> tuple[Array, Array]:
-    """``losses.merge_stats`` over the mini-batches of one rollout, stacked on axis 0."""
-    return (jnp.max(sums), jnp.max(counts)) if name.endswith("_max") else (jnp.sum(sums), jnp.sum(counts))
+    names = {"scale", "old_logprob", "behavior_logprob", "sampler_logprob", "advantage", "on_policy", "fresh", "ref_logprob"}
+    per_token: dict[str, Any] = {name: x.reshape(-1) for name, x in chunk.items() if name in names}
+    out = policy_loss(hidden, head, chunk["target"].reshape(-1), weights=jnp.where(chunk["mask"], chunk["weight"], 0).reshape(-1),
+                      rows=Rows(chunk["row"].reshape(-1), num_rows), objective=losses.objective_of(config.algorithm),
+                      temperature=config.rollout.temperature, **per_token)
+    return out.sum, out.stats
 
 
 def _named(stats: Metrics) -> Metrics:

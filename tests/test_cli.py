@@ -82,7 +82,7 @@ def test_strategies_lists_all_presets(capsys):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["train", "CONFIG", "train.stepz=3"], ["train.stepz", "'steps'"]),
+    (["train", "CONFIG", "train.stepz=3"], ["train.stepz", "'train.steps'"]),
     (["train", "no_such.yaml"], ["no_such.yaml", "cannot be read"]),
     (["train", "CONFIG", "rollout.temperature=0", "run_dir=TMP/run"], ["rollout.temperature"]),
     (["train", "CONFIG", "strategies=[no_such]", "run_dir=TMP/run"], ["no_such"]),
@@ -125,6 +125,30 @@ def test_generate(capsys, config, monkeypatch):
     again = run("-n", "2", "rollout.max_new_tokens=4", "seed=6")
     assert [(r["prompt"], r["sample"]) for r in again] == [(r["prompt"], r["sample"]) for r in rows] and again != rows
     assert cli.main(["generate", config, "--prompt", "1", "-n", "0"]) == 2 and "nothing to answer" in capsys.readouterr().err
+
+
+def test_generate_goes_on_where_it_was_stopped(capsys, config, tmp_path):
+    """A file whose last lines were never written, or torn, ends up as if nothing had happened; equal prompts are sampled anew."""
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('1+1=?\n{"prompt": "2+2=?", "id": 3}\n\n1+1=?\n3+3=?\n')
+    run = lambda: out(capsys, "generate", config, "--prompts", prompts, "--out", answers, "-n", "2", "rollout.max_new_tokens=6", "rollout.slots=3")  # noqa: E731
+    assert run() == ""
+    whole = answers.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [(r["prompt"], r["sample"]) for r in rows] == [(p, i) for p in ("1+1=?", "2+2=?", "1+1=?", "3+3=?") for i in range(2)]
+    assert [r["response"] for r in rows[:2]] != [r["response"] for r in rows[4:6]]
+    lines = whole.splitlines(keepends=True)
+    answers.write_bytes(b"".join(lines[:5]) + lines[5][:9])
+    run()
+    again = [json.loads(line) for line in answers.read_bytes().splitlines()]
+    assert [{k: v for k, v in r.items() if k != "logprob"} for r in again] == [{k: v for k, v in r.items() if k != "logprob"} for r in rows]
+    run()  # nothing to do
+    assert len(answers.read_bytes().splitlines()) == 8
+    answers.write_bytes(lines[2])
+    assert cli.main(["generate", config, "--prompts", str(prompts), "--out", str(answers), "-n", "2"]) == 2
+    assert "is no answer 0 to prompt 0" in capsys.readouterr().err
+    prompts.write_text('{"question": "?"}\n')
+    assert cli.main(["generate", config, "--prompts", str(prompts)]) == 2 and "line 1" in capsys.readouterr().err
 
 
 def test_eval(capsys, config):

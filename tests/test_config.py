@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 
 from rlvr_jax import config as C
+from rlvr_jax import config_errors
 
 ROOT = Path(C.__file__).parent
 CONFIGS = sorted((ROOT.parent / "configs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize(("override", "words"), [
-    ("train.stepz=5", ["train.stepz", "'steps'"]),
+    ("train.stepz=5", ["train.stepz", "'train.steps'"]),
     ("rollot.top_p=1", ["rollot", "'rollout'"]),
-    ("data.domains.a.taks=x", ["data.domains.a.taks", "'task'"]),
-    ("data.mixer.nmae=static", ["data.mixer.nmae", "'name'"]),
+    ("data.domains.a.taks=x", ["data.domains.a.taks", "'data.domains.a.task'"]),
+    ("data.mixer.nmae=static", ["data.mixer.nmae", "'data.mixer.name'"]),
+    ("eval.every=5", ["eval.every", "'train.eval_every'"]),
+    ("train.lr=1", ["train.lr", "'optimizer.learning_rate'"]),
     ("train.steps=many", ["train.steps", "integer", "'many'"]),
     ("train.steps=true", ["train.steps"]),
     ("seed=1.5", ["seed"]),
@@ -39,6 +42,11 @@ def test_a_wrong_value_is_one_line_that_names_the_field(override, words):
     assert "\n" not in str(e.value)
     for word in words:
         assert word in str(e.value)
+
+
+def test_other_trainers_names_lead_to_fields_that_exist():
+    known = set(config_errors.paths(C.Config))
+    assert set(config_errors.ELSEWHERE.values()) <= known and not set(config_errors.ELSEWHERE) & known
 
 
 def test_unreadable_files(tmp_path):
@@ -94,7 +102,7 @@ def _models(model, seen=None):
     if model not in seen:
         seen[model] = list(model.model_fields)
         for f in model.model_fields.values():
-            for m in C._models_in(f.annotation):
+            for m in config_errors._models_in(f.annotation):
                 _models(m, seen)
     return seen
 

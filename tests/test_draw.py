@@ -60,7 +60,7 @@ def kept_set(z, params):
     if params.top_k:
         order = order[: params.top_k]
     q = p[order] / p[order].sum()
-    n = int(np.sum(np.cumsum(q) - q < params.top_p))
+    n = min(int(np.sum(np.cumsum(q) - q < params.top_p)), int(np.sum(q >= params.min_p * q[0])))
     out = np.zeros(len(z))
     out[order[:n]] = q[:n] / q[:n].sum()
     return out
@@ -68,11 +68,12 @@ def kept_set(z, params):
 
 TRUNCATIONS = [SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temperature=0.7, top_k=7),
                SamplingParams(temperature=1.3, top_k=20, top_p=0.6), SamplingParams(temperature=0.7),
-               SamplingParams(top_p=1e-6), SamplingParams(top_k=1)]
+               SamplingParams(top_p=1e-6), SamplingParams(top_k=1), SamplingParams(temperature=0.7, min_p=0.05),
+               SamplingParams(temperature=1.3, top_p=0.9, min_p=0.1), SamplingParams(top_k=20, min_p=0.2)]
 
 
 @pytest.mark.parametrize("vocab, params", [*((300, p) for p in TRUNCATIONS), (5, TRUNCATIONS[2]), (5, TRUNCATIONS[3])],
-                         ids=lambda x: x if isinstance(x, int) else f"T{x.temperature}k{x.top_k}p{x.top_p}")
+                         ids=lambda x: x if isinstance(x, int) else f"T{x.temperature}k{x.top_k}p{x.top_p}m{x.min_p}")
 def test_sampled_frequencies_and_kept_set_match_the_exact_distribution(vocab, params):
     """Chi-square over 8,000 draws; exp(behaviour logprob) is the exact probability and sums to 1 over the kept set."""
     z = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32) * 2
@@ -160,7 +161,7 @@ def test_entropy_is_that_of_the_tempered_full_softmax_also_with_forbidden_tokens
     np.testing.assert_allclose(d.entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("params", [*TRUNCATIONS, SamplingParams(temperature=0)], ids=lambda p: f"T{p.temperature}k{p.top_k}p{p.top_p}")
+@pytest.mark.parametrize("params", [*TRUNCATIONS, SamplingParams(temperature=0)], ids=lambda p: f"T{p.temperature}k{p.top_k}p{p.top_p}m{p.min_p}")
 def test_bad_logits_mark_the_row_and_leave_the_others_alone(params):
     z = np.random.default_rng(0).normal(size=(5, V)).astype(np.float32)
     good = draw(jnp.asarray(z), jnp.full(5, 0.4), params)
@@ -173,7 +174,8 @@ def test_bad_logits_mark_the_row_and_leave_the_others_alone(params):
 
 
 @pytest.mark.parametrize("kw", [{"temperature": -1.0}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
-                                {"top_p": 1.5}, {"max_new_tokens": 0}, {"eos_ids": (-1,)}])
+                                {"top_p": 1.5}, {"max_new_tokens": 0}, {"eos_ids": (-1,)},
+                                {"min_p": 1.0}, {"stop": ("",)}, {"stop": "END"}])
 def test_impossible_sampling_parameters_are_refused_by_name(kw):
     with pytest.raises(ValueError, match=f"sampling {next(iter(kw))} is"):
         SamplingParams(**kw)

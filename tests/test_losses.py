@@ -1,6 +1,5 @@
 """The policy objective against numpy written token by token, and the faults trainers had in it."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from rlvr_jax import losses
 from rlvr_jax.advantages import advantages
 from rlvr_jax.config import Algorithm
+from rlvr_jax.kernels.token_logprob.objective import fold_stats, importance_weight, kl_estimate, policy_objective
 
 B, T = 4, 7
 LENGTHS = np.array([7, 1, 4, 2])
@@ -31,14 +31,22 @@ def batch(seed=0, spread=0.3, **changes):
     return {k: None if v is None else jnp.asarray(v) for k, v in {**out, **changes}.items()}
 
 
+def finish(stats):
+    """Means (maxima for '_max'), and ``ess``: ``(sum w)^2 / (n sum w^2)``, 1 when nothing is masked in."""
+    out = {k: total if k.endswith("_max") else total / jnp.maximum(count, 1) for k, (total, count) in stats.items()}
+    square = out.pop("is_weight_sq")
+    out["ess"] = jnp.where(square > 0, out["is_weight"] ** 2 / jnp.where(square > 0, square, 1), 1)
+    return out
+
+
 def total(x, aggregation="token_mean", scale_mask=MASK, **cfg):
     """loss, per-token loss, statistics, d loss / d logprob, d loss / d entropy (or None). Eager: many configs, tiny arrays."""
     scale_mask = jnp.asarray(scale_mask)
 
     def loss(logprob, entropy):
-        per_token, stats = losses.policy_objective(Algorithm(**cfg), **{**x, "logprob": logprob, "entropy": entropy})
+        per_token, stats = policy_objective(losses.objective_of(Algorithm(**cfg)), **{**x, "logprob": logprob, "entropy": entropy})
         scale = losses.token_scale(aggregation, scale_mask, losses.denominator_counts(scale_mask), T)
-        return jnp.sum(per_token * scale), (per_token, losses.finish_stats(stats))
+        return jnp.sum(per_token * scale), (per_token, finish(stats))
 
     wanted = (0,) if x["entropy"] is None else (0, 1)
     (value, (per_token, stats)), grads = jax.value_and_grad(loss, wanted, has_aux=True)(x["logprob"], x["entropy"])
@@ -114,7 +122,7 @@ def test_gradients_do_not_depend_on_micro_batches(aggregation, objective):
     @jax.jit
     def grad(part):
         def loss(logprob):
-            per_token, stats = losses.policy_objective(cfg, **{**part, "logprob": logprob})
+            per_token, stats = policy_objective(losses.objective_of(cfg), **{**part, "logprob": logprob})
             return jnp.sum(per_token * losses.token_scale(aggregation, part["mask"], counts, T)), stats
 
         return jax.grad(loss, has_aux=True)(part["logprob"])
@@ -123,8 +131,8 @@ def test_gradients_do_not_depend_on_micro_batches(aggregation, objective):
     for size in (1, 2):
         parts = [grad({k: v[i:i + size] for k, v in x.items()}) for i in range(0, B, size)]
         np.testing.assert_allclose(np.concatenate([g for g, _ in parts]), whole, rtol=1e-6, atol=1e-9)
-        merged = losses.finish_stats(functools.reduce(losses.merge_stats, [s for _, s in parts]))
-        for k, v in losses.finish_stats(whole_stats).items():
+        merged = finish(fold_stats(jax.tree.map(lambda *x: jnp.stack(x), *(s for _, s in parts))))
+        for k, v in finish(whole_stats).items():
             assert float(merged[k]) == pytest.approx(float(v), rel=1e-5, abs=1e-6), k
 
 
@@ -213,11 +221,11 @@ def test_extreme_log_ratios_stay_finite(kl_estimator):
 def test_kl_estimates_agree_near_zero_and_k1_is_for_rewards():
     x, ref = jnp.full((1, 3), -1.0), jnp.full((1, 3), -1.01)
     mask = jnp.ones((1, 3), bool)
-    np.testing.assert_allclose(losses.kl_estimate("k2", x, ref, mask), 0.01**2 / 2, rtol=1e-3)
-    np.testing.assert_allclose(losses.kl_estimate("k3", x, ref, mask), np.exp(-0.01) - 1 + 0.01, rtol=2e-2)
-    np.testing.assert_allclose(losses.kl_estimate("k1", x, ref, mask), 0.01, rtol=1e-4)
+    np.testing.assert_allclose(kl_estimate("k2", x, ref, mask), 0.01**2 / 2, rtol=1e-3)
+    np.testing.assert_allclose(kl_estimate("k3", x, ref, mask), np.exp(-0.01) - 1 + 0.01, rtol=2e-2)
+    np.testing.assert_allclose(kl_estimate("k1", x, ref, mask), 0.01, rtol=1e-4)
     with pytest.raises(ValueError, match="'k4' is not known"):
-        losses.kl_estimate("k4", x, ref, mask)
+        kl_estimate("k4", x, ref, mask)
     # In the reward, the loss has no KL term, only the statistic.
     a, b = total(batch(), kl_coef=0.3, kl_in_reward=True), total(batch())
     assert a[0] == b[0] and a[2]["kl"] > 0
@@ -226,18 +234,18 @@ def test_kl_estimates_agree_near_zero_and_k1_is_for_rewards():
 def test_importance_weights():
     behavior, old = jnp.zeros((2, 3)), jnp.log(jnp.asarray([[0.5, 3.0, 1.0], [4.0, 4.0, 0.5]]))
     mask = jnp.asarray([[True, True, False], [True, True, True]])
-    w, capped = losses.importance_weight(old, behavior, mask, cap=2.0)
+    w, capped = importance_weight(old, behavior, mask, cap=2.0)
     np.testing.assert_allclose(w, [[0.5, 2, 1], [2, 2, 0.5]], rtol=1e-6)
     assert capped.tolist() == [[False, True, False], [True, True, False]]
-    w, _ = losses.importance_weight(old, behavior, mask, level="sequence_sum")
+    w, _ = importance_weight(old, behavior, mask, level="sequence_sum")
     np.testing.assert_allclose(w, [[1.5, 1.5, 1], [8, 8, 8]], rtol=1e-6)
-    w, _ = losses.importance_weight(old, behavior, mask, level="sequence_mean")
+    w, _ = importance_weight(old, behavior, mask, level="sequence_mean")
     np.testing.assert_allclose(w, [[1.5**0.5, 1.5**0.5, 1], [2, 2, 2]], rtol=1e-6)
-    w, capped = losses.importance_weight(old, behavior, mask, cap=0.5, fresh=jnp.asarray([False, True]))
+    w, capped = importance_weight(old, behavior, mask, cap=0.5, fresh=jnp.asarray([False, True]))
     assert np.all(np.asarray(w[1]) == 1) and not np.any(capped[1]) and np.all(np.asarray(w[0, :2]) == 0.5)
-    assert np.all(np.asarray(jax.grad(lambda o: losses.importance_weight(o, behavior, mask)[0].sum())(old)) == 0)
+    assert np.all(np.asarray(jax.grad(lambda o: importance_weight(o, behavior, mask)[0].sum())(old)) == 0)
     with pytest.raises(ValueError, match="'row' is not known"):
-        losses.importance_weight(old, behavior, mask, level="row")
+        importance_weight(old, behavior, mask, level="row")
 
 
 def test_gradient_stops_where_the_clip_binds():
@@ -296,8 +304,8 @@ def test_token_advantages():
 def test_missing_inputs_are_one_line():
     for cfg, missing, message in ((dict(kl_coef=0.1), "ref_logprob", "kl_coef is 0.1"), (dict(entropy_coef=0.1), "entropy", "entropy_coef is 0.1")):
         with pytest.raises(ValueError, match=message):
-            losses.policy_objective(Algorithm(**cfg), **batch(**{missing: None}))
+            policy_objective(losses.objective_of(Algorithm(**cfg)), **batch(**{missing: None}))
     with pytest.raises(ValueError, match=r"dual_clip 0\.5"):
-        losses.policy_objective(Algorithm(dual_clip=0.5), **batch())
+        policy_objective(losses.objective_of(Algorithm(dual_clip=0.5)), **batch())
     with pytest.raises(ValueError, match="'mean' is not known"):
         losses.token_scale("mean", jnp.ones((1, 1), bool), losses.Counts(jnp.ones(()), jnp.ones(())), 1)

@@ -236,4 +236,4 @@ def test_sharded_equals_unsharded(tokens):
     close(value8, value)
     close(hidden8, hidden)
     assert hidden8.addressable_shards[0].data.shape[0] == 1
-    jax.tree.map(lambda a, b: close(a, b, 1e-5), grads8, grads)
+    jax.tree.map(close, grads8, grads)  # the largest is 30

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlvr_jax.models.attention import AttentionMask, attention
 from rlvr_jax.models.decoder import DecoderConfig, forward, init_params
 from rlvr_jax.packing import gather, lay_out
 
@@ -56,25 +55,6 @@ def test_what_a_slot_predicts_is_the_next_token_of_its_row():
     assert (got["x"][~inside] == 0).all() and (got["target"][~inside] == 0).all()
     assert (got["r"][real] == got["tokens"][real] // T + 100).all() and (got["r"][~real] == 0).all()
     assert (got["position"][real] == got["tokens"][real] % T).all()
-
-
-@pytest.mark.parametrize(("length", "window"), [(96, 16), (48, 17), (39, 13), (24, 5), (30, 30)])
-def test_attention_in_a_stream_equals_attention_with_the_whole_mask(length, window):
-    rng = np.random.default_rng(length)
-    q = jnp.asarray(rng.normal(size=(2, length, 4, 8)), jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(2, 2, length, 8)), jnp.float32) for _ in range(2))
-    segment, position = np.zeros((2, length), np.int32), np.full((2, length), -1, np.int32)
-    for b in range(2):
-        at, number = 0, 1
-        while at < length:
-            n = min(int(rng.integers(1, window + 1)), length - at)
-            segment[b, at:at + n], position[b, at:at + n] = number, np.arange(n)
-            at, number = at + n + int(rng.integers(0, 3)), number + 1  # with gaps
-    mask = AttentionMask(jnp.asarray(position), jnp.asarray(position), jnp.asarray(segment), jnp.asarray(segment))
-    real = segment > 0
-    near = attention(q, k, v, mask.replace(window=window))
-    np.testing.assert_allclose(np.asarray(near)[real], np.asarray(attention(q, k, v, mask))[real], atol=2e-6)
-    assert np.isfinite(near).all()
 
 
 @pytest.mark.parametrize("packed", [True, False])

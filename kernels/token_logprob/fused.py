@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from . import blocks
-from .reference import accumulation_dtype
+from . import blocks, mesh
+from .logits import Logits
+from .reference import accumulation_dtype, logits, through_logits
 
 Array = jax.Array
 TokenLoss = Callable[[Array, Array | None, Any], tuple[Array, Any]]
@@ -26,57 +28,54 @@ TokenLoss = Callable[[Array, Array | None, Any], tuple[Array, Any]]
 class Static(NamedTuple):
     """What the compiled program depends on besides shapes."""
 
-    temperature: float
-    with_entropy: bool
-    shards: int
+    how: Logits
     loss: TokenLoss
-    merge: Callable[[Any, Any], Any]
+    fold: Callable[[Any], Any]
+    chunk: int | None
 
 
-def token_loss(hidden: Array, head: Array, targets: Array, live: Array, operands: Any, loss: TokenLoss, merge: Callable[[Any, Any], Any], *,
-               temperature: float, with_entropy: bool, chunk: int | None = None) -> tuple[Array, Any]:
-    """``loss(logprob, entropy or None, operands) -> (sum [], statistics)``, summed over the tokens and differentiated.
+class Out(NamedTuple):
+    """Sum of the loss, its statistics, and each token's log-probability and entropy (None unless asked for)."""
+
+    sum: Array
+    stats: Any
+    logprob: Array
+    entropy: Array | None
+
+
+def token_loss(how: Logits, hidden: Array, head: Array, targets: Array, live: Array, operands: Any, loss: TokenLoss, fold: Callable[[Any], Any], *,
+               chunk: int | None = None) -> Out:
+    """``loss(logprob, entropy or None, operands) -> (sum [], statistics)`` over all live tokens, differentiated.
 
     Args:
+      how: temperature, soft cap, scale, and whether the entropy is wanted.
       hidden: ``[tokens, D]``.
       head: ``[V, D]``.
       targets: ``[tokens] int``.
-      live: ``[tokens] bool``; a token that is not live has logprob 0 and gets no gradient, chunks of such are skipped.
+      live: ``[tokens] bool``; the loss never sees the others' values, chunks of such are skipped.
       operands: tree of ``[tokens, ...]`` arrays; ``loss`` gets the slices that belong to its tokens. No gradient.
-      loss: pure, hashable, applied to ``[shards, chunk]`` blocks of tokens, each token by itself.
-      merge: sums two trees of statistics.
-      temperature, with_entropy, chunk: as in :func:`chunked.token_logprob`.
+      loss: pure, hashable, applied to ``[chunk]`` tokens, each by itself; a token that only fills a chunk comes with
+        logprob 0 and operands of 0, and must add nothing.
+      fold: statistics stacked on a new first axis -> one tree of statistics.
+      chunk: as in :func:`chunked.forward`.
 
     Returns:
-      ``(sum [], statistics)``; differentiable in hidden and head through the sum.
+      See :class:`Out`; differentiable in hidden and head through the sum.
     """
-    tokens, shards = hidden.shape[0], blocks.batch_shards(hidden.shape[0])
-    per_shard = tokens // shards
-    chunk = blocks.chunk_size(per_shard, head.shape[0]) if chunk is None else chunk
-    pad = -per_shard % chunk if per_shard else chunk
-    pick = blocks.LiveFirst(live, shards)
-
-    def split(x: Array) -> Array:
-        x = pick(x)
-        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        return blocks.over_batch(x.reshape(shards, -1, chunk, *x.shape[2:]), shards)
-
-    hidden = split(jnp.where(live[:, None], hidden, 0))
-    targets = split(jnp.where(live, targets, 0))
-    static = Static(temperature, with_entropy, shards, loss, merge)
-    return _fused(static, hidden, head, targets, split(live), jax.tree.map(split, operands))
+    total, stats, logprob, entropy = _fused(Static(how, loss, fold, chunk), hidden, head, targets, live, operands)
+    return Out(total, stats, logprob, entropy)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(static: Static, hidden: Array, head: Array, targets: Array, live: Array, operands: Any) -> tuple[Array, Any]:
-    return _walk(static, hidden, head, targets, live, operands, False)[0]
+def _fused(static: Static, hidden: Array, head: Array, targets: Array, live: Array, operands: Any) -> Any:
+    return _run(static, False, hidden, head, targets, live, operands)[0]
 
 
 def _forward(static: Static, hidden: Array, head: Array, targets: Array, live: Array, operands: Any) -> tuple[Any, Any]:
-    return _walk(static, hidden, head, targets, live, operands, True)
+    return _run(static, True, hidden, head, targets, live, operands)
 
 
-def _backward(static: Static, saved: tuple[Array, Array], cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
+def _backward(static: Static, saved: tuple[Array, Array], cotangents: Any) -> tuple[Any, ...]:
     g = cotangents[0]
     return (*((x * g).astype(x.dtype) for x in saved), None, None, None)
 
@@ -84,48 +83,73 @@ def _backward(static: Static, saved: tuple[Array, Array], cotangents: tuple[Arra
 _fused.defvjp(_forward, _backward)
 
 
-def _walk(static: Static, hidden: Array, head: Array, targets: Array, live: Array, operands: Any, with_grad: bool) -> tuple[tuple[Array, Any], Any]:
-    """``hidden [S, n, c, D]``, the others ``[S, n, c, ...]`` -> ((sum, statistics), (d_hidden, d_head) or None)."""
-    dtype = accumulation_dtype(hidden)
-    weight = blocks.gathered(head.astype(hidden.dtype), static.shards)
-    order, count = blocks.live_chunks(live)
+def _run(static: Static, with_grad: bool, *args: Any) -> tuple[Any, Any]:
+    """((sum, statistics, logprob, entropy), (d_hidden, d_head) or None) over the mesh of the context."""
+    hidden, head, targets, live, operands = args
+    n = hidden.shape[0]
+    split, shards = mesh.split_for(*head.shape)
 
-    def losses(logprob: Array, entropy: Array, at: Array) -> tuple[Array, Any]:
-        alive = blocks.take(live, at)
-        return static.loss(jnp.where(alive, logprob, 0), jnp.where(alive, entropy, 0) if static.with_entropy else None,
-                           jax.tree.map(lambda x: blocks.take(x, at), operands))
+    def body(hidden: Array, head: Array, targets: Array, live: Array, operands: Any) -> Any:
+        first, h, t = mesh.live_first(split, head.shape[0], hidden, targets, live)
+        total, stats, logprob, entropy, grads = _walk(static, split, with_grad, h, head.astype(h.dtype), t, first.count, jax.tree.map(first, operands))
+        if grads is not None:
+            d_hidden, d_head = mesh.reduced(split, *grads)
+            grads = first.back(d_hidden).astype(h.dtype), d_head.astype(head.dtype)
+        stack = lambda x: x[None]  # noqa: E731
+        return stack(total), jax.tree.map(stack, stats), first.back(logprob), None if entropy is None else first.back(entropy), grads
+
+    rows = P(split.batch or None)
+    hidden, targets, live, operands = mesh.over_tokens((hidden, targets, live, operands), shards)
+    grads_spec = (rows, mesh.gradient_spec(split)) if with_grad else None
+    specs = (rows, mesh.head_spec(split), rows, rows, rows)
+    total, stats, logprob, entropy, grads = mesh.run(body, split, specs, (rows, rows, rows, rows, grads_spec), hidden, head, targets, live, operands)
+    out = jnp.sum(total), static.fold(stats), logprob[:n], None if entropy is None else entropy[:n]
+    return out, None if grads is None else (grads[0][:n], grads[1])
+
+
+def _walk(static: Static, split: mesh.Split, with_grad: bool, hidden: Array, head: Array, targets: Array, count: Array, operands: Any) -> Any:
+    """One device's live-first tokens -> (sum, statistics, logprob, entropy, parts of the gradients or None)."""
+    how, dtype, n = static.how, accumulation_dtype(hidden), hidden.shape[0]
+    chunk = blocks.chunk_size(n, head.shape[0]) if static.chunk is None else static.chunk
+    hidden, targets, operands = jax.tree.map(lambda x: blocks.split(x, chunk), (hidden, targets, operands))
+
+    def losses(logprob: Array, entropy: Array | None, i: Array) -> tuple[Array, Any]:
+        alive = i * chunk + jnp.arange(chunk) < count
+        logprob, entropy = jax.tree.map(lambda x: jnp.where(alive, x, 0), (logprob, entropy))
+        return static.loss(logprob, entropy, jax.tree.map(lambda x: x[i], operands))
 
     def turn(i: Array, carry: Any) -> Any:
-        total, stats, grads = carry
-        at = order[i]
-        h = blocks.take(hidden, at)
-        z = blocks.logits(h, weight, static.temperature)
-        shifted = z - jnp.max(z, axis=-1, keepdims=True)
+        total, stats, out, grads = carry
+        h, target = hidden[i], targets[i]
+        z = logits(how, h, head)
+        top = jnp.max(z, axis=-1)
+        top = lax.pmax(top, split.vocab) if split.vocab else top
+        shifted = z - top[:, None]
         e = jnp.exp(shifted)
-        norm = jnp.sum(e, axis=-1)
-        log_norm = jnp.log(norm)
-        target = blocks.take(targets, at)
-        logprob = jnp.take_along_axis(shifted, target[..., None], axis=-1)[..., 0] - log_norm
-        entropy = log_norm - blocks.row_dot(e, shifted) / norm if static.with_entropy else jnp.zeros_like(norm)
-        (value, new), slopes = jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)(logprob, entropy, at)
+        over_vocab = lambda x: lax.psum(x, split.vocab) if split.vocab else x  # noqa: E731
+        norm = over_vocab(jnp.sum(e, axis=-1))
+        logprob = over_vocab(blocks.at_target(shifted, target)) - jnp.log(norm)
+        mean = over_vocab(blocks.row_dot(e, shifted)) / norm if how.with_entropy else None
+        entropy = None if mean is None else jnp.log(norm) - mean
+        (value, new), slopes = jax.value_and_grad(losses, argnums=(0,) if entropy is None else (0, 1), has_aux=True)(logprob, entropy, i)
         if grads is not None:
-            slope, slope_h = (s[..., None].astype(dtype) / static.temperature for s in slopes)
-            d_z = e * (-slope / norm[..., None])
-            if static.with_entropy:  # d entropy / d z = -p (log p + entropy)
-                d_z -= e / norm[..., None] * slope_h * (shifted - log_norm[..., None] + entropy[..., None])
-            is_target = lax.broadcasted_iota(jnp.int32, z.shape, 2) == target[..., None]
-            d_z = jnp.where(is_target, d_z + slope, d_z).astype(hidden.dtype)
-            d_h = jnp.einsum("scv,vd->scd", d_z, weight, preferred_element_type=dtype)
-            grads = (blocks.put(grads[0], d_h.astype(hidden.dtype), at),
-                     grads[1] + jnp.einsum("scv,scd->svd", d_z, h, preferred_element_type=dtype))
-        return total + value, static.merge(stats, new), grads
+            slope = slopes[0].astype(dtype)
+            d_z = e * (-slope / norm)[:, None]
+            if mean is not None:
+                d_z -= e * (slopes[1].astype(dtype) / norm)[:, None] * (shifted - mean[:, None])
+            d_u = through_logits(how, blocks.add_at_target(d_z, target, slope[:, None]), z).astype(h.dtype)
+            d_h = jnp.einsum("cv,vd->cd", d_u, head, preferred_element_type=dtype)
+            grads = grads[0].at[i].set(d_h.astype(grads[0].dtype)), grads[1] + jnp.einsum("cv,cd->vd", d_u, h, preferred_element_type=dtype)
+        out = tuple(None if o is None else o.at[i].set(x) for o, x in zip(out, (logprob, entropy)))
+        return total + value, static.fold(jax.tree.map(lambda a, b: jnp.stack([a, b]), stats, new)), out, grads
 
-    zero = jnp.zeros((), jnp.int32)
-    shape = jax.eval_shape(lambda: losses(jnp.zeros(targets.shape[::2], dtype), jnp.zeros(targets.shape[::2], dtype), zero))
-    total, stats = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-    grads = None
-    if with_grad:
-        grads = (blocks.over_batch(jnp.zeros_like(hidden), static.shards),
-                 blocks.over_batch(jnp.zeros((static.shards, *head.shape), dtype), static.shards, blocks.VOCAB_AXIS))
-    total, stats, grads = lax.fori_loop(0, count, turn, (total, stats, grads))
-    return (total, stats), None if grads is None else (grads[0], jnp.sum(grads[1], axis=0).astype(head.dtype))
+    empty = jnp.zeros(chunk, dtype)
+    shapes = jax.eval_shape(lambda: losses(empty, empty if how.with_entropy else None, jnp.zeros((), jnp.int32)))
+    total, stats = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    vectors = jnp.zeros(targets.shape, dtype), jnp.zeros(targets.shape, dtype) if how.with_entropy else None
+    # Parts that still have to be added over the vocabulary stay in full precision.
+    grads = (jnp.zeros(hidden.shape, dtype if split.vocab else hidden.dtype), jnp.zeros(head.shape, dtype)) if with_grad else None
+    total, stats, vectors, grads = lax.fori_loop(0, blocks.turns(count, chunk), turn, (total, stats, vectors, grads))
+    alive = jnp.arange(n) < count
+    logprob, entropy = (None if x is None else jnp.where(alive, x.reshape(-1)[:n], 0) for x in vectors)
+    return total, stats, logprob, entropy, None if grads is None else (grads[0].reshape(-1, hidden.shape[-1])[:n], grads[1])

@@ -35,6 +35,27 @@ def update_flops(model: DecoderConfig, prompt: np.ndarray, response: np.ndarray)
     return float(np.sum(6 * body * length + 6 * D * model.vocab_size * response + 6 * length**2 * Q * model.num_layers))
 
 
+def rollout_seconds(model: DecoderConfig, prompt: int, response: np.ndarray, rate: float, copy: float, itemsize: int) -> float:
+    """Seconds that sampling ``response`` ([prompts, samples] lengths) cannot do without on this machine.
+
+    FLOPs at ``rate``: every prompt once, every token but a row's last once through the body, every token's logits, the
+    causal half of attention. Or bytes at ``copy``: all weights once for each token of the longest row. The longer one.
+    """
+    D, Q, KV = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    body = model.num_layers * (2 * D * Q + 2 * D * KV + 3 * D * model.intermediate_size)
+    n = response.astype(np.float64)
+    attention = 2 * Q * model.num_layers * (len(response) * prompt**2 + float(np.sum((prompt + n) ** 2 - prompt**2)))
+    flops = 2 * body * (len(response) * prompt + float(np.sum(n - 1))) + 2 * D * model.vocab_size * float(n.sum()) + attention
+    return max(flops / rate, itemsize * (body + D * model.vocab_size) * float(n.max()) / copy)
+
+
+def bandwidth(megabytes: int = 256, repeat: int = 7) -> float:
+    """Bytes a second that are read and written by a copy of ``megabytes`` on this device now."""
+    x = jnp.ones(megabytes * 2**18, jnp.float32)
+    f = jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / timed(lambda: f(x), repeat)[0]
+
+
 def matmul_rate(dtype: Any = jnp.float32, size: int = 2048, repeat: int = 7) -> float:
     """FLOP/s of a square matmul on this device now, accumulated in float32: what the limits are stated against."""
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)

@@ -8,12 +8,16 @@ Projections are stored ``[in, out]``.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
+from rlvr_jax.kernels.attention.api import Implementation, packed_attention
 from rlvr_jax.models.attention import AttentionMask, at_least_float32, attention
 from rlvr_jax.sharding import constrain
 
@@ -136,7 +140,7 @@ def unstack_layers(params: Params, dtype: Any = None) -> Params:
     L = stacked["attn_norm"].shape[0]
 
     def pick(name: str, i: int) -> Array:
-        x = stacked[name][i]
+        x = jax.tree.map(lambda x: x[i], stacked[name])
         return x if dtype is None or name.endswith("norm") else x.astype(dtype)
 
     return {**params, "layers": tuple({name: pick(name, i) for name in stacked} for i in range(L))}
@@ -172,33 +176,62 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(x.dtype)
 
 
-def _project(x: Array, w: Array, bias: Array | None = None) -> Array:
+class Transposed(struct.PyTreeNode):
+    """A weight stored ``[out, in]``, for decoding on CPU."""
+
+    matrix: Array
+
+
+def times_transposed(x: Array, w: Array) -> Array:
+    """``x[B, D] @ w[V, D].T -> [B, V]`` in at least float32, as XLA's CPU backend does it fastest for few rows.
+
+    It packs the right operand anew for every product: with 16 rows that takes as long as the multiplications. So the
+    weight stands on the left, and the barrier keeps XLA from turning the product around again.
+    """
+    wide = at_least_float32(x.dtype)
+    return jax.lax.platform_dependent(
+        x, w,
+        cpu=lambda x, w: jax.lax.optimization_barrier(jnp.einsum("bd,vd->vb", x, w, preferred_element_type=wide)).T,
+        default=lambda x, w: jnp.einsum("bd,vd->bv", x, w, preferred_element_type=wide))
+
+
+def _project(x: Array, w: Array | Transposed, bias: Array | None = None) -> Array:
     """``x @ w`` in x's dtype, accumulated in float32."""
     # As a matrix: XLA's CPU backend contracts the weight gradient over two axes (batch, time) 1.7 times slower.
-    y = jnp.dot(x.reshape(-1, x.shape[-1]), w.astype(x.dtype), preferred_element_type=at_least_float32(x.dtype))
+    flat = x.reshape(-1, x.shape[-1])
+    if isinstance(w, Transposed):
+        y = times_transposed(flat, w.matrix.astype(x.dtype))
+    else:
+        y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=at_least_float32(x.dtype))
     y = y if bias is None else y + bias.astype(y.dtype)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
+    return y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _queries_keys_values(h: Array, w: dict[str, Array], cfg: DecoderConfig) -> Any:
+    """Three projections of ``h[B, T, D]``, or one that decoding has made of them (``wqkv``)."""
+    if "wqkv" not in w:
+        return (_project(h, w["w" + name], w.get("b" + name)) for name in "qkv")
+    Q, KV = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    return jnp.split(_project(h, w["wqkv"], w.get("bqkv")), (Q, Q + KV), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What all layers of one forward pass share."""
+    """What all layers of one forward pass share; ``attend`` is given q, k and v (and this layer's cache, where there is one)."""
 
     cfg: DecoderConfig
     cos: Array
     sin: Array
-    mask: AttentionMask
-    index: Array | None
-    read: int | None
+    attend: Callable[[Array, Array, Array], Array]
+    index: Array | None = None
+    read: int | None = None
 
 
 def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: _Step) -> tuple[Array, tuple[Array, Array] | None]:
     """One block: ``x[B, T, D]`` and this layer's cache (or None) to the same."""
     cfg, (B, T, _) = step.cfg, x.shape
     h = rms_norm(x, w["attn_norm"], cfg.rms_eps)
-    q = _project(h, w["wq"], w.get("bq")).reshape(B, T, cfg.num_heads, cfg.head_dim)
-    k = _project(h, w["wk"], w.get("bk")).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
-    v = _project(h, w["wv"], w.get("bv")).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+    q, k, v = (x.reshape(B, T, -1, cfg.head_dim) for x in _queries_keys_values(h, w, cfg))
     if cfg.qk_norm:
         q, k = rms_norm(q, w["q_norm"], cfg.rms_eps), rms_norm(k, w["k_norm"], cfg.rms_eps)
     q = constrain(apply_rope(q, step.cos, step.sin), "batch", "length", "heads", None)
@@ -208,10 +241,11 @@ def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: 
         at = (0, 0, step.index, 0)
         kv = tuple(jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at) for old, new in zip(kv, (k, v)))  # type: ignore[assignment]
         k, v = (c[:, :, : step.read].astype(x.dtype) for c in kv)
-    out = attention(q, k, v, step.mask).reshape(B, T, cfg.num_heads * cfg.head_dim)
+    out = step.attend(q, k, v).reshape(B, T, cfg.num_heads * cfg.head_dim)
     x = constrain(x + _project(out, w["wo"]), "batch", "length", None)
     h = rms_norm(x, w["mlp_norm"], cfg.rms_eps)
-    gated = jax.nn.silu(_project(h, w["w_gate"])) * _project(h, w["w_up"])
+    gate, up = jnp.split(_project(h, w["w_gate_up"]), 2, axis=-1) if "w_gate_up" in w else (_project(h, w["w_gate"]), _project(h, w["w_up"]))
+    gated = jax.nn.silu(gate) * up
     gated = constrain(gated, "batch", "length", "ffn")
     return constrain(x + _project(gated, w["w_down"]), "batch", "length", None), kv
 
@@ -240,15 +274,15 @@ def _run_layers(x: Array, layers: Any, kv: Any, step: _Step, remat: Remat) -> tu
 
 def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array, *, segment_ids: Array | None = None,
             cache: "KVCache | None" = None, cache_read: int | None = None, window: int | None = None, compute_dtype: Any = jnp.float32,
-            remat: Remat = "none") -> tuple[Array, "KVCache | None"]:
+            remat: Remat = "none", attention_kernel: Implementation | None = None) -> tuple[Array, "KVCache | None"]:
     """Hidden states after the final norm.
 
     Args:
       params: tree of :func:`init_params`; ``params["layers"]`` stacked (scan) or a tuple (:func:`unstack_layers`).
       tokens: ``[B, T] int32``.
       positions: ``[B, T] int32``, restarting at 0 in each segment; -1 marks padding that nobody may attend to.
-      segment_ids: ``[B, T] int32``, 0 = padding; a token attends within its own segment only. Without them a row is
-        one segment, and right padding is behind every real token.
+      segment_ids: ``[B, T] int32``, 0 = padding; a token attends within its own segment only, to itself and what is
+        before it in the row. Without them a row is one segment, and right padding is behind every real token.
       cache: where this call's keys and values are written (columns ``index .. index + T - 1``, which the caller
         keeps below the cache's size) and read from. Its k and v are a tuple exactly when the layers are. A cached row
         holds one segment: ``segment_ids`` then only say which tokens are padding.
@@ -259,6 +293,7 @@ def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array,
         as on rows of that length. Without a cache only.
       compute_dtype: dtype of the matmuls and of the result.
       remat: what the backward pass recomputes, as in ``config.Model.remat``.
+      attention_kernel: as ``implementation`` of ``kernels.attention.api.packed_attention``. Without a cache only.
 
     Returns:
       ``[B, T, D]`` and the cache after the call (None without one). Hidden states at padding are finite noise.
@@ -269,17 +304,17 @@ def forward(params: Params, cfg: DecoderConfig, tokens: Array, positions: Array,
     if segment_ids is not None:
         positions = jnp.where(segment_ids == 0, -1, positions)
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
-    kv, index = None, None
+    cos, sin, kv = jnp.cos(angle), jnp.sin(angle), None
     if cache is None:
-        mask = AttentionMask(positions, positions, segment_ids, segment_ids, window)
+        segments = (positions >= 0).astype(jnp.int32) if segment_ids is None else segment_ids
+        step = _Step(cfg, cos, sin, functools.partial(packed_attention, segment_ids=segments, window=window, implementation=attention_kernel))
     else:
         if isinstance(cache.k, tuple) != isinstance(params["layers"], tuple):
             raise ValueError("the cache and the layers must both be stacked or both be tuples; see unstack_layers and init_cache")
         kv, index = (cache.k, cache.v), cache.index
         written = jax.lax.dynamic_update_slice(cache.position, positions.astype(jnp.int32), (0, index))
-        mask = AttentionMask(positions, written[:, :cache_read])
+        step = _Step(cfg, cos, sin, functools.partial(attention, mask=AttentionMask(positions, written[:, :cache_read])), index, cache_read)
         cache = cache.replace(position=written, index=index + tokens.shape[1])
-    step = _Step(cfg, jnp.cos(angle), jnp.sin(angle), mask, index, cache_read)
 
     x = jnp.take(params["embed"], tokens, axis=0, mode="clip").astype(compute_dtype)
     x, kv = _run_layers(constrain(x, "batch", "length", None), params["layers"], kv, step, remat)

@@ -6,6 +6,7 @@ vocabulary, then the one block that the uniform number falls into. Nothing of si
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ class SamplingParams:
       max_new_tokens: limit of a response, its end token included.
       eos_ids: ids that end a row; the end token is kept.
       record_entropy: also return the entropy of every tempered, full distribution.
+      min_p: of what top-k and top-p leave, keep the tokens at least min_p times as likely as the likeliest; 0 = all.
+      stop: strings that end a row: it is cut behind the first token with which its text holds one of them.
 
     Raises:
       ValueError: a value outside its range.
@@ -42,16 +45,25 @@ class SamplingParams:
     max_new_tokens: int = 64
     eos_ids: tuple[int, ...] = ()
     record_entropy: bool = False
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         checks = {"temperature": (self.temperature >= 0 and self.temperature < float("inf"), "finite and >= 0"),
                   "top_k": (self.top_k >= 0, ">= 0 (0 = off)"),
                   "top_p": (0 < self.top_p <= 1, "in (0, 1] (1 = off)"),
                   "max_new_tokens": (self.max_new_tokens >= 1, ">= 1"),
-                  "eos_ids": (all(e >= 0 for e in self.eos_ids), "a tuple of non-negative token ids")}
+                  "eos_ids": (all(e >= 0 for e in self.eos_ids), "a tuple of non-negative token ids"),
+                  "min_p": (0 <= self.min_p < 1, "in [0, 1) (0 = off)"),
+                  "stop": (isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop), "a tuple of strings that are not empty")}
         for name, (ok, expected) in checks.items():
             if not ok:
                 raise ValueError(f"sampling {name} is {getattr(self, name)!r}; it must be {expected}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole softmax."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class Draw(struct.PyTreeNode):
@@ -94,9 +106,12 @@ def sample(logits: Array, u: Array, params: SamplingParams) -> Draw:
         token = jnp.argmax(z, axis=-1).astype(jnp.int32)
         behavior = jnp.zeros_like(peak)
     elif 0 < params.top_k < V:
-        token, behavior = _draw_top_k(z, u, min(params.top_k, V), params.top_p)
-    elif params.top_p < 1:
-        kept = jnp.where(top_p_mask(z, peak, params.top_p), z, -jnp.inf)
+        token, behavior = _draw_top_k(z, u, params)
+    elif params.top_p < 1 or params.min_p > 0:
+        mask = top_p_mask(z, peak, params.top_p) if params.top_p < 1 else True
+        if params.min_p > 0:
+            mask &= z >= peak[:, None] + math.log(params.min_p)
+        kept = jnp.where(mask, z, -jnp.inf)
         sums = block_sums(kept, peak)
         token = inverse_cdf(kept, peak, sums, u)
         behavior = _at(z, token) - peak - jnp.log(jnp.sum(sums, axis=-1))
@@ -167,14 +182,17 @@ def inverse_cdf(z: Array, peak: Array, sums: Array, u: Array) -> Array:
     return jnp.minimum(block * BLOCK + offset, V - 1).astype(jnp.int32)
 
 
-def _draw_top_k(z: Array, u: Array, k: int, top_p: float) -> tuple[Array, Array]:
-    """Top-k, then top-p, entirely within the k sorted candidates: ``-> (token[B], behavior_logprob[B])``."""
-    value, index = jax.lax.top_k(z, k)
-    weight = jnp.exp(value - value[:, :1])
-    if top_p < 1:
+def _draw_top_k(z: Array, u: Array, params: SamplingParams) -> tuple[Array, Array]:
+    """Top-k, then top-p and min-p, entirely within the k sorted candidates: ``-> (token[B], behavior_logprob[B])``."""
+    value, index = jax.lax.top_k(z, params.top_k)
+    shifted = value - value[:, :1]
+    weight = jnp.exp(shifted)
+    if params.top_p < 1:
         running = jnp.cumsum(weight, axis=-1)
-        keep = running - weight < top_p * running[:, -1:]
+        keep = running - weight < params.top_p * running[:, -1:]
         weight = jnp.where(keep.at[:, 0].set(True), weight, 0.0)
+    if params.min_p > 0:
+        weight = jnp.where(shifted >= math.log(params.min_p), weight, 0.0)
     total = jnp.sum(weight, axis=-1)
     i, _ = _search(weight, u * total)
     token = jnp.take_along_axis(index, i[:, None], axis=-1)[:, 0]

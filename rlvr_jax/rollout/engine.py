@@ -1,38 +1,61 @@
 """Engines: prompts in, :class:`~rlvr_jax.types.Rollout` out.
 
-:class:`LocalEngine` samples inside JAX with the trainer's own model function. Anything else that has ``generate``
-(a server, a fake in a test) can stand in for it: see :class:`Engine`.
+:class:`LocalEngine` samples inside JAX with the trainer's own model function. Anything else that satisfies
+:class:`Engine` (a server, a fake in a test) can stand in for it.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.models.decoder import DecoderConfig, forward, head_matrix
-from rlvr_jax.rollout import keys, sampler
+from rlvr_jax.models.decoder import DecoderConfig
+from rlvr_jax.rollout import keys, slots
+from rlvr_jax.rollout.book import Book, Finished
 from rlvr_jax.rollout.draw import SamplingParams
+from rlvr_jax.rollout.weights import decode_shardings, decode_weights
 from rlvr_jax.sharding import named
-from rlvr_jax.types import Rollout, response_mask
+from rlvr_jax.types import Rollout
 
 Array = jax.Array
+OnRows = Callable[[list[Finished]], None]
+Ints = Sequence[int] | np.ndarray
+
+# Tokens of one prefill: enough that its matrix products run at full speed, few enough that it takes no memory to speak of.
+PREFILL_TOKENS = 512
 
 
 class Engine(Protocol):
-    """What the loop asks of a sampler."""
+    """What the loop asks of a sampler.
 
-    def generate(self, params: Any, prompts: Sequence[Sequence[int]], prompt_id: Sequence[int] | np.ndarray,
-                 domain: Sequence[int] | np.ndarray, G: int, seed: int, step: int,
-                 occurrence: Sequence[int] | np.ndarray | None = None) -> Rollout:
+    Attributes:
+      sampling: how it draws.
+      version: trainer step of the weights it samples from; every row says so in ``policy_step``.
+    """
+
+    sampling: SamplingParams
+    version: int
+
+    def update_weights(self, params: Any, version: int) -> None:
+        """From now on sample from these weights."""
+        ...
+
+    def release(self) -> None:
+        """The weights may be forgotten; :meth:`generate` is not called before the next :meth:`update_weights`."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], prompt_id: Ints, domain: Ints, G: int, seed: int, step: int,
+                 occurrence: Ints | None = None, *, max_new_tokens: Ints | None = None, on_rows: OnRows | None = None) -> Rollout:
         """G samples of each prompt, row ``b`` being sample ``b % G`` of prompt ``b // G``."""
         ...
 
 
 def length_buckets(longest: int, shortest: int = 32) -> tuple[int, ...]:
-    """Prompt lengths to compile for: powers of two from ``shortest``, the last one rounded up to 32 only.
+    """Lengths to compile for: powers of two from ``shortest``, the last one rounded up to 32 only.
 
     ``length_buckets(200) == (32, 64, 128, 224)``.
     """
@@ -45,61 +68,117 @@ def length_buckets(longest: int, shortest: int = 32) -> tuple[int, ...]:
 
 
 class LocalEngine:
-    """Samples inside JAX, on one device or on a mesh.
+    """Samples inside JAX, on one device, on a mesh, on several processes (which all call it alike).
 
-    Shapes are few: prompts are padded to a bucket, and their number to a multiple of ``batch_prompts`` with rows that
-    are never sampled; both depend on the batch alone, so a resumed run compiles and computes the same.
+    A fixed number of slots decode together, in bursts of a few tokens; between bursts the host gives the slots of
+    finished rows to rows that wait. So memory is bounded by slots x length, and shapes are few: prompts are padded to a
+    bucket and prefilled a few at a time, the cache grows in buckets, and where time follows the number of slots
+    (CPU) the last rows move to fewer of them. All of it depends on what was asked for and on nothing else, so a
+    resumed run computes the same.
 
     Args:
       cfg: the decoder's shape.
       sampling: how tokens are drawn.
-      mesh: None, or the mesh that the parameters are sharded over; rows then go over its data axes.
+      mesh: None, or the mesh that the parameters are sharded over; slots go over its data axes, heads over tensor.
       compute_dtype: dtype of matmuls and cache; logits and probabilities are float32 always.
       prompt_buckets: ascending prompt lengths; longer prompts are refused.
-      batch_prompts: the number of prompts is padded to a multiple of it (evaluation's last batch).
+      slots: most rows that decode together; rounded up to a multiple of the mesh's data axes.
+      burst: tokens between two looks of the host.
       total_length: T of the result; default: the batch's bucket + ``max_new_tokens``.
-      unroll_layers: decode with layers sliced out of their stack once per call. Default: on CPU, where a scan copies
-        each layer's weights and cache in every step; elsewhere the copy would double the weights in memory.
+      unroll_layers: decode with a weight tree per layer. A scan over stacked layers compiles faster, but copies each
+        layer's weights and cache in every step.
+      narrow: whether the last rows move to fewer slots. Default: on CPU without a mesh.
+      decode: token ids to text; needed for ``sampling.stop``.
 
     Attributes:
+      version: of the weights, see :class:`Engine`; -1 before the first.
       compiles: shapes compiled so far.
+      nonfinite_rows: rows that ended because their logits held NaN or inf, over all calls.
 
     Raises:
-      ValueError: an end id outside the vocabulary, or buckets that do not ascend.
+      ValueError: an end id outside the vocabulary, buckets that do not ascend, sizes below 1, stop strings without ``decode``.
     """
 
-    def __init__(self, cfg: DecoderConfig, sampling: SamplingParams, mesh: Any = None, *,
-                 compute_dtype: Any = jnp.float32, prompt_buckets: Sequence[int] = length_buckets(1024),
-                 batch_prompts: int = 1, total_length: int | None = None, unroll_layers: bool | None = None) -> None:
+    def __init__(self, cfg: DecoderConfig, sampling: SamplingParams, mesh: Any = None, *, compute_dtype: Any = jnp.float32,
+                 prompt_buckets: Sequence[int] = length_buckets(1024), slots: int | None = None, burst: int | None = None, total_length: int | None = None,
+                 unroll_layers: bool = True, narrow: bool | None = None, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        cpu = jax.default_backend() == "cpu"
+        slots, burst = slots or (64 if cpu else 256), burst or (8 if cpu else 16)
         outside = [e for e in sampling.eos_ids if e >= cfg.vocab_size]
         if outside:
             raise ValueError(f"eos_ids {outside} lie outside the model's vocabulary of {cfg.vocab_size}")
         if list(prompt_buckets) != sorted(set(prompt_buckets)) or not prompt_buckets or prompt_buckets[0] < 1:
             raise ValueError(f"prompt_buckets {tuple(prompt_buckets)} must be positive and ascend")
-        self.cfg, self.sampling, self.mesh = cfg, sampling, mesh
-        self.prompt_buckets, self.batch_prompts, self.total_length = tuple(prompt_buckets), batch_prompts, total_length
-        self.compiles = 0
-        self._nonfinite: list[Array] = []
-        self._nonfinite_total = 0
-        self._dtype = jnp.dtype(compute_dtype)
-        self._unroll = jax.default_backend() == "cpu" if unroll_layers is None else unroll_layers
-        self._run = jax.jit(self._traced, static_argnames=("G", "T"))
+        if slots < 1 or burst < 1:
+            raise ValueError(f"slots {slots} and burst {burst} must be at least 1")
+        if sampling.stop and decode is None:
+            raise ValueError(f"stop strings {sampling.stop} need decode=, the tokenizer's ids-to-text function")
+        mesh = None if mesh is None or mesh.size == 1 else mesh
+        self.cfg, self.sampling, self.mesh, self.decode = cfg, sampling, mesh, decode
+        self.prompt_buckets, self.total_length = tuple(prompt_buckets), total_length
+        self.compiles, self.nonfinite_rows, self.version = 0, 0, -1
+        self._ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        self._dtype, self._unroll, self._burst_tokens = jnp.dtype(compute_dtype), unroll_layers, burst
+        self._widths = self._slot_counts(slots, (cpu and mesh is None) if narrow is None else narrow)
+        self._rings = _ring_buckets(sampling.max_new_tokens - 1, burst)
+        self._params: Any = None
+        self._weights: Any = None
+        self._compile()
 
-    @property
-    def nonfinite_rows(self) -> int:
-        """Rows that ended because their logits held NaN or inf, over all calls; waits for the device."""
-        self._nonfinite_total += sum(int(x) for x in self._nonfinite)
-        self._nonfinite = []
-        return self._nonfinite_total
+    def _slot_counts(self, slots: int, narrow: bool) -> tuple[int, ...]:
+        """Numbers of slots, ascending: few rows need no more, and the last rows of many may move to them."""
+        most = -(-slots // self._ways) * self._ways
+        out = [most]
+        while narrow and out[-1] % 2 == 0 and out[-1] >= 16 and len(out) < 3:
+            out.append(out[-1] // 2)
+        return tuple(reversed(out))
 
-    def generate(self, params: Any, prompts: Sequence[Sequence[int]], prompt_id: Sequence[int] | np.ndarray,
-                 domain: Sequence[int] | np.ndarray, G: int, seed: int, step: int,
-                 occurrence: Sequence[int] | np.ndarray | None = None, *,
-                 max_new_tokens: Sequence[int] | np.ndarray | None = None) -> Rollout:
+    def _compile(self) -> None:
+        """The device functions, jitted; each counts the shapes it is traced for."""
+        shared: dict[str, Any] = {"cfg": self.cfg, "sampling": self.sampling, "dtype": self._dtype}
+        on_mesh = lambda x: None if self.mesh is None else x(self.mesh)  # noqa: E731
+        whole = on_mesh(named)
+        self._prefill = jax.jit(self._counted(functools.partial(slots.prefill, **shared)), static_argnames="G",
+                                out_shardings=None if whole is None else (None, whole))
+        self._admit = jax.jit(self._counted(slots.admit), donate_argnums=0)
+        self._regrid = jax.jit(self._counted(slots.regrid), static_argnames=("prompt_columns", "ring"))
+        self._burst = jax.jit(self._counted(functools.partial(slots.burst, **shared, tokens=self._burst_tokens)), static_argnames="prompt_columns",
+                              donate_argnums=1, out_shardings=None if whole is None else (None, whole))
+        self._empty = jax.jit(self._counted(functools.partial(slots.empty, self.cfg, dtype=self._dtype, unroll=self._unroll)), static_argnums=(0, 1, 2))
+        place = on_mesh(functools.partial(decode_shardings, self.cfg, unroll=self._unroll))
+        self._prepare = jax.jit(functools.partial(decode_weights, cfg=self.cfg, dtype=self._dtype, unroll=self._unroll, fuse=whole is None,
+                                                  transpose=whole is None and jax.default_backend() == "cpu"),
+                                out_shardings=place)
+
+    def _counted(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def traced(*args: Any, **kw: Any) -> Any:
+            self.compiles += 1  # only tracing executes Python
+            return f(*args, **kw)
+
+        return traced
+
+    def update_weights(self, params: Any, version: int) -> None:
+        """Samples from ``params`` (the decoder's tree, layers stacked) from now on.
+
+        The engine keeps the arrays and a copy for decoding until the next call or :meth:`release`.
+        """
+        self.release()
+        with self._context():
+            self._params, self._weights, self.version = params, self._prepare(params), version
+
+    def release(self) -> None:
+        """Lets go of all weights: an update may have the memory. :meth:`generate` then needs new ones."""
+        self._params = self._weights = None
+
+    def _context(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def generate(self, prompts: Sequence[Sequence[int]], prompt_id: Ints, domain: Ints, G: int, seed: int, step: int, occurrence: Ints | None = None,
+                 *, max_new_tokens: Ints | None = None, on_rows: OnRows | None = None) -> Rollout:
         """G samples of each of N prompts.
 
         Args:
-          params: the decoder's parameters, layers stacked.
           prompts: N lists of token ids.
           prompt_id, domain: ``[N]``.
           G: samples per prompt.
@@ -107,53 +186,94 @@ class LocalEngine:
           occurrence: ``[N]`` how often each prompt id came before in this step; default: counted in this batch, which
             is right when a step is one call.
           max_new_tokens: ``[B]`` limit of each row, at most the sampling parameters'.
+          on_rows: told of rows as they finish, in no order, while others still decode; every row once, before the call returns.
 
         Returns:
-          B = N * G rows, on the device and not waited for, unless the batch had to be padded. ``truncated`` are rows without an end token, whatever
-          stopped them; ``policy_step`` is ``step``.
+          B = N * G rows, as NumPy arrays. ``truncated`` are rows without an end token or stop string, whatever stopped
+          them; ``policy_step`` is :attr:`version`.
 
         Raises:
           ValueError: no prompts, an empty or too long prompt, ids outside the vocabulary, lengths that do not match.
+          RuntimeError: there are no weights.
         """
-        N = len(prompts)
+        if self._weights is None:
+            raise RuntimeError("the engine has no weights: call update_weights(params, version) first")
         occurrence = keys.occurrences(prompt_id) if occurrence is None else occurrence
         P = self._check(prompts, prompt_id, domain, occurrence, G)
         T = self.total_length or P + self.sampling.max_new_tokens
-        rows = self._pad(N, G)
-        tokens = np.zeros((rows, P), np.int32)
-        length = np.ones(rows, np.int32)
-        for i, p in enumerate(prompts):
-            tokens[i, : len(p)], length[i] = p, len(p)
-        longest = int(length.max())
+        longest = max(map(len, prompts))
         if longest + self.sampling.max_new_tokens > T:
             raise ValueError(f"total_length {T} is less than the longest prompt {longest} + max_new_tokens {self.sampling.max_new_tokens}")
-        per_prompt = [tokens, length, *(_fill(x, rows) for x in (prompt_id, occurrence, domain))]
-        cap = _fill(self._caps(max_new_tokens, N * G), rows * G)
-        with jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext():
-            rollout, nonfinite = self._run(params, *self._place(per_prompt, cap), keys.split_seed(seed),
-                                           np.int32(step), G=G, T=T)
-        self._nonfinite.append(nonfinite)
-        if len(self._nonfinite) > 8:  # finished long ago: nothing waits
-            self._nonfinite_total += int(self._nonfinite.pop(0))
-        return rollout if rows == N else jax.tree.map(lambda x: _first_rows(x, N * G), rollout)
+        cap = self._caps(max_new_tokens, len(prompts) * G)
+        width = next((w for w in self._widths if w >= len(cap)), self._widths[-1])
+        book = Book(np.repeat(np.array([len(p) for p in prompts], np.int32), G), cap, width, entropy=self.sampling.record_entropy,
+                    stop=self.sampling.stop, decode=self.decode)
+        with self._context():
+            feed = _Feed(self, prompts, prompt_id, occurrence, G, P, seed, step)
+            self._run(book, feed, P, on_rows or (lambda rows: None))
+        self.nonfinite_rows += int(book.nonfinite.sum())
+        return book.rollout(prompts, T, np.asarray(prompt_id), np.asarray(domain), self.version)
 
-    def _traced(self, params: Any, tokens: Array, length: Array, prompt_id: Array, occurrence: Array, domain: Array,
-                cap: Array, seed: Array, step: Array, *, G: int, T: int) -> tuple[Rollout, Array]:
-        self.compiles += 1  # runs once per compiled shape: only tracing executes Python
-        u = keys.uniforms(keys.row_keys(seed, step, prompt_id, occurrence, G), self.sampling.max_new_tokens)
-        out = sampler.generate(params, self.cfg, self.sampling, tokens, length, u, cap, compute_dtype=self._dtype,
-                               unroll=self._unroll)
-        rep = lambda x: jnp.repeat(x, G, axis=0)  # noqa: E731
-        row_tokens, row_length = rep(tokens), rep(length)
-        prompt = jnp.pad(row_tokens, ((0, 0), (0, max(0, T - tokens.shape[1]))))[:, :T]
-        mask = response_mask(row_length, out.length, T)
-        at = jnp.clip(jnp.arange(T) - row_length[:, None], 0, u.shape[1] - 1)
-        place = lambda x: jnp.where(mask, jnp.take_along_axis(x, at, axis=1), 0)  # noqa: E731
-        return Rollout(
-            tokens=jnp.where(mask, jnp.take_along_axis(out.tokens, at, axis=1), prompt), prompt_length=row_length,
-            response_length=out.length, logprob=place(out.logprob), behavior_logprob=place(out.behavior_logprob),
-            entropy=None if out.entropy is None else place(out.entropy), truncated=~out.ended, prompt_id=rep(prompt_id), domain=rep(domain),
-            policy_step=jnp.full_like(row_length, step)), jnp.sum(out.nonfinite)
+    def _run(self, book: Book, feed: "_Feed", P: int, on_rows: OnRows) -> None:
+        """Fills slots and decodes until every row is done; finished rows are told of while the next burst runs."""
+        cache: Any = None
+        while True:
+            while book.free > len(book.waiting) and feed.more():
+                feed.prefill(book)
+            if not book.waiting and not book.live:
+                break
+            cache = self._fit(book, cache, P, more=feed.more())
+            while book.waiting and book.free:
+                cache = self._seat(book, cache)
+            if not book.live:
+                continue
+            cache, drawn = self._burst(self._weights, cache, self._rows(book), self._stop_at(book, feed.more()), prompt_columns=P)
+            self._tell(book, on_rows)
+            book.burst(jax.tree.map(np.asarray, drawn))
+        self._tell(book, on_rows)
+
+    @staticmethod
+    def _tell(book: Book, on_rows: OnRows) -> None:
+        rows = book.deliver()
+        if rows:
+            on_rows(rows)
+
+    def _fit(self, book: Book, cache: Any, P: int, more: bool) -> Any:
+        """A cache with as many slots as there are rows for, and room for a burst of the oldest row."""
+        ahead = self._burst_tokens
+        live = book.row_of[book.row_of >= 0]
+        need = max([1, *np.minimum(book.cap[live] - 1, book.length[live] - 1 + ahead), *(min(book.cap[w.row] - 1, ahead) for w in book.waiting)])
+        ring = next(r for r in self._rings if r >= need)
+        if cache is None:
+            return self._empty(len(book.row_of), P, ring)
+        rows = len(live) + len(book.waiting)
+        width = len(book.row_of) if more else next((w for w in self._widths if w >= rows), len(book.row_of))
+        ring, width = max(ring, cache.columns - P), min(width, len(book.row_of))
+        if (ring, width) == (cache.columns - P, len(book.row_of)):
+            return cache
+        order = np.argsort(book.row_of < 0, kind="stable")[:width]  # live slots first
+        book.row_of = book.row_of[order]
+        return self._regrid(cache, self._whole(order.astype(np.int32)), prompt_columns=P, ring=ring)
+
+    def _seat(self, book: Book, cache: Any) -> Any:
+        prompts, source, seats = book.seat()
+        fill = lambda x: self._whole(np.pad(np.array(x, np.int32), (0, len(book.row_of) - len(x))))  # noqa: E731
+        return self._admit(cache, prompts, fill(source), fill(seats), self._whole(np.int32(len(seats)))) if seats else cache
+
+    def _stop_at(self, book: Book, more: bool) -> Any:
+        """How many live slots end a burst early: when a few are free and rows wait, or when fewer slots would do."""
+        if more or book.waiting:
+            return self._whole(np.int32(min(len(book.row_of) - max(1, len(book.row_of) // 16), book.live - 1)))
+        return self._whole(np.int32(max([0, *(w for w in self._widths if w < book.live and w < len(book.row_of))])))
+
+    def _rows(self, book: Book) -> slots.Rows:
+        row, live = np.maximum(book.row_of, 0), book.row_of >= 0
+        split = lambda x: x if self.mesh is None else jax.device_put(x, named(self.mesh, "batch", *(None,) * (x.ndim - 1)))  # noqa: E731
+        last = book.token[row, np.maximum(book.length[row] - 1, 0)]
+        return slots.Rows(*map(split, (last, book.prompt_length[row], book.length[row], book.cap[row], live, book.key[row])))
+
+    def _whole(self, x: Any) -> Any:
+        return x if self.mesh is None else jax.device_put(x, named(self.mesh))
 
     def _check(self, prompts: Sequence[Sequence[int]], prompt_id: Any, domain: Any, occurrence: Any, G: int) -> int:
         """The bucket of the longest prompt, after all that the caller may get wrong."""
@@ -182,56 +302,38 @@ class LocalEngine:
             raise ValueError(f"max_new_tokens per row must be {B} numbers in 1..{limit}, got shape {cap.shape}, {cap.min()}..{cap.max()}")
         return cap
 
-    def _pad(self, N: int, G: int) -> int:
-        """Prompts after padding: a multiple of ``batch_prompts`` whose rows divide over the mesh's data axes."""
-        rows = -(-N // self.batch_prompts) * self.batch_prompts
-        ways = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        while rows * G % ways:
-            rows += 1
-        return rows
 
-    def _place(self, per_prompt: list[np.ndarray], cap: np.ndarray) -> list[Any]:
-        """Rows split over the data axes; prompts too where their number divides, else whole on every device."""
-        if self.mesh is None:
-            return [*per_prompt, cap]
-        ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        split = len(per_prompt[0]) % ways == 0
-        axes = lambda x: ("batch" if split else None, *(None,) * (x.ndim - 1))  # noqa: E731
-        return [jax.device_put(x, named(self.mesh, *axes(x))) for x in per_prompt] + [jax.device_put(cap, named(self.mesh, "batch"))]
+class _Feed:
+    """The prompts of one call, prefilled a few at a time as slots become free."""
+
+    def __init__(self, engine: LocalEngine, prompts: Sequence[Sequence[int]], prompt_id: Ints, occurrence: Ints, G: int, P: int, seed: int, step: int):
+        self.engine, self.prompts, self.G, self.P = engine, prompts, G, P
+        self.prompt_id, self.occurrence = np.asarray(prompt_id, np.int32), np.asarray(occurrence, np.int32)
+        self.seed, self.step = engine._whole(keys.split_seed(seed)), engine._whole(np.int32(step))
+        # Whatever the number of prompts, so that it compiles once for each bucket.
+        self.size = min(-(-engine._widths[-1] // G), max(1, PREFILL_TOKENS // P))
+        self.next = 0
+
+    def more(self) -> bool:
+        return self.next < len(self.prompts)
+
+    def prefill(self, book: Book) -> None:
+        """The next prompts, in the order given; the last ones are filled up with one that nobody asked for."""
+        take = range(self.next, min(self.next + self.size, len(self.prompts)))
+        self.next = take.stop
+        tokens, length = np.zeros((self.size, self.P), np.int32), np.ones(self.size, np.int32)
+        for i, n in enumerate(take):
+            tokens[i, : len(self.prompts[n])], length[i] = self.prompts[n], len(self.prompts[n])
+        fill = lambda x: np.pad(x[take.start : take.stop], (0, self.size - len(take)))  # noqa: E731
+        args = map(self.engine._whole, (tokens, length, fill(self.prompt_id), fill(self.occurrence)))
+        kv, first = self.engine._prefill(self.engine._params, *args, self.seed, self.step, G=self.G)
+        rows = np.arange(take.start * self.G, take.stop * self.G)
+        first = jax.tree.map(lambda x: np.asarray(x)[: len(rows)], first)
+        book.first(rows, first, np.isin(first.token, self.engine.sampling.eos_ids), kv, (rows - rows[0]) // self.G)
 
 
-def _first_rows(x: Array, rows: int) -> Any:
-    """Cut on the host where that is possible: a device would compile a slice for every number of rows."""
-    return np.asarray(x)[:rows] if x.is_fully_addressable else x[:rows]
-
-
-def _fill(x: Any, rows: int) -> np.ndarray:
-    x = np.asarray(x, np.int32)
-    return np.pad(x, (0, rows - len(x)))
-
-
-def score(params: Any, cfg: DecoderConfig, tokens: Array, prompt_length: Array, response_length: Array,
-          temperature: float = 1.0, *, compute_dtype: Any = jnp.float32) -> Array:
-    """Teacher-forced logprobs of responses: what the trainer computes for the sampler's rows.
-
-    Args:
-      params, cfg: the decoder.
-      tokens: ``[B, T] int32``; prompt_length, response_length: ``[B] int32``.
-      temperature: of the softmax; 0 is read as 1, as the sampler does for greedy.
-
-    Returns:
-      ``[B, T] float32``, laid out as ``Rollout.logprob``. Holds ``[T, V]`` logits of one row at a time.
-    """
-    T = tokens.shape[1]
-    t = jnp.arange(T, dtype=jnp.int32)
-    positions = jnp.where(t < (prompt_length + response_length)[:, None], t, -1)
-    hidden, _ = forward(params, cfg, tokens, positions, compute_dtype=compute_dtype)
-    head = head_matrix(params, cfg).astype(compute_dtype)
-
-    def row(args: tuple[Array, Array]) -> Array:
-        h, target = args
-        logits = jnp.einsum("td,vd->tv", h, head, preferred_element_type=jnp.float32) / (temperature or 1.0)
-        return jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], axis=-1)[:, 0]
-
-    logprob = jax.lax.map(row, (hidden[:, :-1], tokens[:, 1:]))
-    return jnp.where(response_mask(prompt_length, response_length, T), jnp.pad(logprob, ((0, 0), (1, 0))), 0.0)
+def _ring_buckets(longest: int, burst: int) -> tuple[int, ...]:
+    """Lengths of the ring: a quarter, half and all of the longest answer, none shorter than 32 or a burst."""
+    whole = max(-(-longest // 8) * 8, 8)
+    parts = (-(-max(whole // n, 32, burst) // 8) * 8 for n in (4, 2))
+    return tuple(sorted({*(p for p in parts if p < whole), whole}))

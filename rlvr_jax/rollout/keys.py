@@ -61,13 +61,14 @@ def split_seed(seed: int) -> np.ndarray:
     return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
 
 
-def uniforms(keys: Array, tokens: int) -> Array:
-    """``[B] keys -> [B, tokens] float32`` in [0, 1): one number per token of every row.
+def uniforms(keys: Array, tokens: int, start: Array | None = None) -> Array:
+    """``[B] keys -> [B, tokens] float32`` in [0, 1): one number for each token from number ``start`` ([B], default 0).
 
-    All of a row's numbers are made before decoding: as one fused operation they cost next to nothing, inside the
-    loop they would be a hundred tiny ones. 24 bits each, all that a float32 below 1 holds evenly.
+    They are made before the decode loop: as one fused operation they cost next to nothing, inside it they would be many
+    tiny ones. 24 bits each, all that a float32 below 1 holds evenly.
     """
-    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))
     # A folded key is the output of a threefry block: 32 random bits need no second one.
-    bits = jax.random.key_data(fold(keys, jnp.arange(tokens, dtype=jnp.uint32)))[..., 0]
+    first = jnp.zeros(keys.shape, jnp.uint32) if start is None else start.astype(jnp.uint32)
+    bits = jax.random.key_data(fold(keys, first[:, None] + jnp.arange(tokens, dtype=jnp.uint32)))[..., 0]
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
