@@ -1,32 +1,29 @@
-"""The TPU kernels of token_logprob: numerics in the interpreter against float64, races, compilation for chips that are not here."""
+"""The TPU kernels of token_logprob: numerics in the interpreter against float64, races, tiles, and when they are taken."""
 
+import contextlib
 import functools
-import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from rlvr_jax.kernels.token_logprob import pallas_tpu, pallas_tpu_backward, reference
+from rlvr_jax.kernels.token_logprob import blocks, by_platform, fused, pallas_tpu, pallas_tpu_backward, streamed
+from rlvr_jax.kernels.token_logprob.api import policy_loss, token_logprob
 from rlvr_jax.kernels.token_logprob.logits import Logits
+from rlvr_jax.kernels.token_logprob.objective import Objective
 from rlvr_jax.kernels.token_logprob.pallas_tpu_tiles import (
     CHIPS,
-    MIB,
     UNKNOWN,
     Tiles,
     backward_bytes,
     backward_tiles,
-    current_chip,
     forward_bytes,
     forward_tiles,
     usable,
 )
+from rlvr_jax.sharding import make_mesh
 
 # The clocks of copies in flight must not be shared, or a race between two of them goes unseen: the default has one for all.
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", vector_clock_size=32)
@@ -197,13 +194,111 @@ def test_default_tiles_fit_and_keep_the_matrix_units_busy(chip, itemsize):
 @pytest.mark.parametrize("choose", [forward_tiles, backward_tiles])
 def test_tiles_that_do_not_fit_are_refused_in_one_line(choose, tiles, seen):
     with pytest.raises(ValueError, match=seen) as e:
-        choose(8192, 151936, 4096 if choose is backward_tiles or tiles[0] != 2048 else 4096, 4, CHIPS["v5e"], tiles)
+        choose(8192, 151936, 4096, 4, CHIPS["v5e"], tiles)
     assert "\n" not in str(e.value)
 
 
 def test_a_width_that_fits_nowhere_names_the_way_out():
     with pytest.raises(ValueError, match="use implementation 'chunked'"):
         backward_tiles(8192, 151936, 65536, 2, CHIPS["v5p"])
+
+
+def test_a_dtype_that_is_not_multiplied_is_refused():
+    row = jnp.zeros(3, jnp.int32)
+    for hidden, head in (("float16", "float16"), ("bfloat16", "float32")):
+        with pytest.raises(ValueError, match=f"pallas_tpu: hidden {hidden} and head {head} must both be float32 or bfloat16; cast them, or use") as e:
+            pallas_tpu.forward(PLAIN, jnp.zeros((3, 8), hidden), jnp.zeros((5, 8), head), row, jnp.int32(3))
+        assert "\n" not in str(e.value)
+
+
+# -- as the rest of the program meets them
+
+INTERPRETED = streamed.Passes(*(functools.partial(f, interpret=True, block_tokens=128, block_vocab=128) for f in (pallas_tpu.forward, pallas_tpu.backward)))
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=["one device", "2x2"])
+def test_what_a_program_for_tpu_takes_by_default_gives_what_the_reference_gives(mesh, monkeypatch):
+    """Policy loss and log-probabilities; 301 tokens and 300 columns make two blocks of each on a quarter of the devices."""
+    n, V, D = 301, 300, 8
+    hidden, head, _, g, ge = problem(n, V, D)
+    rng = np.random.default_rng(1)
+    columns = {"targets": rng.integers(0, V, n), "advantage": g, "weights": np.where(rng.random(n) < 0.7, rng.random(n) + 0.5, 0), "g": g, "ge": ge,
+               "old_logprob": -rng.random(n), "behavior_logprob": -rng.random(n), "ref_logprob": -6 - rng.random(n)}
+
+    def value(implementation, hidden, head, targets, g, ge, **columns):
+        out = policy_loss(hidden, head, targets, objective=Objective(entropy_coef=0.1, kl_coef=0.2), temperature=0.7, soft_cap=30.0, implementation=implementation,
+                          **columns)
+        logprob, entropy = token_logprob(hidden, head, targets, weights=columns["weights"], with_entropy=True, implementation=implementation)
+        return out.sum + jnp.sum(g * logprob + ge * entropy), (out, logprob, entropy)
+
+    def run(implementation, dtype):
+        args = {k: jnp.asarray(x, dtype if x.dtype.kind == "f" else None) for k, x in columns.items()}
+        return jax.jit(jax.value_and_grad(functools.partial(value, implementation), (0, 1), has_aux=True))(jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), **args)
+
+    with jax.enable_x64(True):
+        want = jax.tree.map(lambda x: np.asarray(x, np.float64), run("reference", jnp.float64))
+    monkeypatch.setattr(by_platform, "kernels_for_tpu", lambda *_: INTERPRETED)
+    monkeypatch.setattr(by_platform, "_DEFAULT", INTERPRETED)
+    monkeypatch.setattr(fused, "on_tpu", lambda kernel, _: kernel)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(*mesh, devices=jax.devices()[:4])):
+        got = run(None, jnp.float32)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert relative(a, b) <= 5e-6
+
+
+def test_by_name_they_stop_a_program_for_another_platform():
+    arrays = jnp.ones((3, 4)), jnp.ones((9, 4)), jnp.zeros(3, int)
+
+    def loss(hidden, head, targets):
+        return token_logprob(hidden, head, targets, implementation="pallas_tpu")[0].sum()
+
+    said = r"^token_logprob 'pallas_tpu' is a TPU kernel and this program is compiled for cpu; use 'chunked', or None to choose by platform$"
+    for call in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(lambda *a: policy_loss(*a, advantage=jnp.ones(3), weights=jnp.ones(3),
+                                                                                              implementation="pallas_tpu", behavior_logprob=jnp.zeros(3)).sum))):
+        with pytest.raises(ValueError, match=said):
+            call(*arrays)
+
+
+@pytest.mark.parametrize(("width", "dtype", "kernels"), [(64, "float32", True), (8192, "bfloat16", True), (65536, "bfloat16", False), (64, "float16", False)])
+def test_by_default_they_are_left_out_where_they_cannot_run(width, dtype, kernels):
+    arrays = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in (((300, width), dtype), ((700, width), dtype), ((300,), "int32"))]
+    row = jnp.ones(300)
+    calls = (lambda *a: token_logprob(*a)[0].sum(), lambda *a: policy_loss(*a, advantage=row, weights=row, behavior_logprob=row).sum)
+    assert [("pallas_call" in str(jax.make_jaxpr(jax.grad(call, (0, 1)))(*arrays))) for call in calls] == [kernels] * 2
+
+
+RATES = {"v5e": (197e12, 819e9), "v5p": (459e12, 2765e9), "v6e": (918e12, 1640e9)}  # published: bfloat16 FLOP/s, bytes/s of main memory
+
+
+def one_pass_seconds(chip, n, V, D, chunk):
+    flops, bandwidth = RATES[chip]
+    matmul, head, logits = 2 * n * V * D / flops, 2 * -(-n // chunk) * V * D / bandwidth, 2 * n * V / bandwidth  # times of FLOPs, and of bfloat16 bytes
+    return max(matmul, head + 2 * logits) + 7 * logits + max(matmul, head + logits) + max(matmul, 4 * head + logits)
+
+
+def two_pass_seconds(chip, n, V, D):
+    flops, bandwidth = RATES[chip]
+    matmul, tokens, vocab = 2 * n * V * D / flops, forward_tiles(n, V, D, 2, CHIPS[chip]).tokens, backward_tiles(n, V, D, 2, CHIPS[chip]).vocab
+    backward = (-(-V // vocab) * n * 10 + V * 6) * D / bandwidth
+    return max(matmul, 2 * (-(-n // tokens) * V + n) * D / bandwidth) + max(3 * matmul, backward)
+
+
+def test_the_estimates_that_the_rule_gives_as_its_reason():
+    def row(*times):
+        show = [" / ".join(f"{1e3 * t(chip):.{0 if t(chip) >= 0.00995 else 1}f}" for t in times) for chip in RATES]
+        return " ".join(show)
+
+    n, doc = 8192, " ".join(by_platform.kernels_for_tpu.__doc__.split())
+    for V, D in ((151936, 4096), (37984, 4096), (49152, 576)):
+        chunk = blocks.chunk_size(n, V)
+        one, wide, two = (lambda c, V=V, D=D, chunk=chunk: one_pass_seconds(c, n, V, D, chunk), lambda c, V=V, D=D: one_pass_seconds(c, n, V, D, 1024),
+                          lambda c, V=V, D=D: two_pass_seconds(c, n, V, D))
+        if V == 151936:
+            assert f"{chunk} tokens (the rule's, 64 MiB) {row(one)} 1024 tokens (0.6 GiB of logits) {row(wide)} two passes in kernels {row(two)}" in doc
+        else:
+            assert f"one pass, chunks of {chunk} / kernels {row(one, two)}" in doc
+        assert all(two(chip) < one(chip) for chip in RATES)
 
 
 @pytest.mark.slow
@@ -216,111 +311,3 @@ def test_float32_at_real_vocabularies(n, V, D, count):
 def test_strict_memory_at_a_real_vocabulary(capfd):
     check(PLAIN, problem(1000, 49152, 64), 900, interpret=STRICT, chip=CHIPS["v5e"], tiles=(128, 2048))
     assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-# ---------------------------------------------------------------- compiled for chips that are not here
-
-TOPOLOGY = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-TOKENS, VOCAB, WIDTH = 8192, 151936, 4096
-
-
-@functools.cache
-def devices(chip):
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is missing: pip install 'rlvr-jax[tpu-aot]'")
-    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_ACCELERATOR_TYPE", "v5litepod-4"), ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_WORKER_ID", "0")):
-        os.environ.setdefault(name, value)
-    return np.array(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[chip]).devices)
-
-
-def arguments(mesh, dtype, n=TOKENS, V=VOCAB, D=WIDTH, tokens=None, vocab=None, shards=()):
-    """Abstract arguments of the backward pass; the first four are those of the forward pass."""
-    def shape(size, dtype, *spec):
-        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    row = shape((n,), jnp.float32, tokens)
-    return [shape((n, D), dtype, tokens, None), shape((V, D), dtype, vocab, None), shape((n,), jnp.int32, tokens),
-            shape(shards, jnp.int32, *(tokens,) * len(shards)), row, row, row, row]
-
-
-def temporaries(fn, *args):
-    return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes / MIB
-
-
-def passes(chip, static=PLAIN, **kw):
-    return functools.partial(pallas_tpu.forward, static, chip=CHIPS[chip], **kw), functools.partial(pallas_tpu.backward, static, chip=CHIPS[chip], **kw)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("chip", TOPOLOGY)
-def test_compiled_temporaries_are_megabytes_where_plain_ones_are_gigabytes(chip):
-    args = arguments(Mesh(devices(chip)[:1], "x"), jnp.bfloat16)
-    forward, backward = passes(chip)
-
-    def plain(hidden, head, targets, count, *_):
-        logprob, entropy = reference.token_logprob(hidden, head, targets, jnp.arange(TOKENS) < count, temperature=0.7, with_entropy=True)
-        return logprob, entropy
-
-    ours, theirs = (temporaries(forward, *args[:4]), temporaries(backward, *args)), temporaries(plain, *args[:4])
-    print(f"{chip}: forward {ours[0]:.2f} MiB, backward {ours[1]:.2f} MiB, plain forward {theirs:.0f} MiB")
-    assert ours[0] < 1 and theirs > 1024
-    # A device of two cores keeps the sum over half of the vocabulary for each: 128 MiB at these sizes.
-    assert ours[1] < 1 + (2 * 4 * TOKENS * WIDTH / MIB if CHIPS[chip].cores == 2 else 0)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("chip,dtype,static,n,V,D", [
-    ("v5e", jnp.bfloat16, Logits(), 7, 513, 72), ("v5e", jnp.float32, RICH, 1000, 49152, 576), ("v5p", jnp.bfloat16, RICH, 1000, 128256, 2048),
-    ("v6e", jnp.bfloat16, PLAIN, 1000, 49152, 576), ("v6e", jnp.float32, RICH, 300, 151936, 4096), ("v5p", jnp.bfloat16, PLAIN, 8192, 151936, 8192)])
-def test_default_tiles_compile_within_their_budget(chip, dtype, static, n, V, D):
-    args = arguments(Mesh(devices(chip)[:1], "x"), dtype, n, V, D)
-    forward, backward = passes(chip, static)
-    for fn, given in ((forward, args[:4]), (backward, args)):  # the compiler is given our own estimate as its limit
-        jax.jit(fn).lower(*given).compile()
-
-
-@pytest.mark.aot
-def test_a_tile_that_is_too_large_is_refused_by_us_and_not_by_the_compiler():
-    args = arguments(Mesh(devices("v5e")[:1], "x"), jnp.bfloat16)
-    for fn, given in zip(passes("v5e", block_tokens=4096, block_vocab=4096), (args[:4], args)):
-        with pytest.raises(ValueError, match="pallas_tpu .*4096 tokens x 4096 vocabulary rows of width 4096 need .* take smaller") as e:
-            jax.jit(fn).lower(*given)
-        assert "\n" not in str(e.value)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("chip", TOPOLOGY)
-def test_the_chip_is_that_of_the_mesh(chip):
-    mesh = Mesh(devices(chip)[:1], "x", axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        assert current_chip() == CHIPS[chip]
-    assert current_chip() == UNKNOWN
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("chip", TOPOLOGY)
-def test_compiled_on_four_chips(chip):
-    """Tokens over one axis and the vocabulary over the other: each device runs the kernels on its shard, sums meet outside."""
-    mesh = Mesh(devices(chip)[:4].reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    forward, backward = passes(chip)
-
-    def step(hidden, head, targets, count, g, ge):
-        count = count[0]
-        targets = targets - jax.lax.axis_index("tensor") * head.shape[0]
-        lse, target, mean = forward(hidden, head, targets, count)
-        top = jax.lax.pmax(lse, "tensor")
-        share = jnp.exp(lse - top)
-        total = jax.lax.psum(share, "tensor")
-        lse, mean = top + jnp.log(total), jax.lax.psum(share * mean, "tensor") / total
-        d_hidden, d_head = backward(hidden, head, targets, count, lse, mean, g, ge)
-        return jax.lax.psum(target, "tensor") - lse, lse - mean, jax.lax.psum(d_hidden, "tensor"), jax.lax.psum(d_head, "data")
-
-    rows, vocab = P("data"), P("tensor")
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(rows, vocab, rows, rows, rows, rows), out_specs=(rows, rows, rows, vocab), check_vma=False)
-    args = arguments(mesh, jnp.bfloat16, n=2 * TOKENS, tokens="data", vocab="tensor", shards=(2,))
-    text = jax.jit(sharded).lower(*args[:6]).compile()
-    memory = text.memory_analysis().temp_size_in_bytes / MIB
-    print(f"{chip} 2x2: {memory:.0f} MiB")
-    shard = 4 * VOCAB // 2 * WIDTH / MIB  # d_head before it meets the other data shard: the only large array
-    assert memory < 1.2 * shard + 5 * 4 * TOKENS * WIDTH / MIB
-    assert f"{TOKENS},{VOCAB // 2}]" not in text.as_text() and f"{VOCAB // 2},{TOKENS}]" not in text.as_text()

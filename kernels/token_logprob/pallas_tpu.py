@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .logits import Logits
 from .pallas_tpu_backward import backward
 from .pallas_tpu_ops import for_each, live_count, target_row, tile_logits
-from .pallas_tpu_tiles import PART, Chip, Tiles, current_chip, forward_bytes, forward_tiles, part
+from .pallas_tpu_tiles import PART, Chip, Tiles, check_dtypes, current_chip, forward_bytes, forward_tiles, part
 
 __all__ = ["backward", "forward"]
 
@@ -50,8 +50,9 @@ def forward(static: Logits, hidden: Array, head: Array, targets: Array, count: A
       ``mean_logit`` (the expected logit; entropy is lse minus it) None without ``static.with_entropy``.
 
     Raises:
-      ValueError: no tiles, or not the given ones, fit in vector memory.
+      ValueError: no tiles, or not the given ones, fit in vector memory; other dtypes.
     """
+    check_dtypes(hidden, head)
     (n, width), vocab = hidden.shape, head.shape[0]
     if n == 0:
         none = jnp.zeros(0, jnp.float32)

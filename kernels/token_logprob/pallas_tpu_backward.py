@@ -27,6 +27,7 @@ from .pallas_tpu_tiles import (
     Tiles,
     backward_bytes,
     backward_tiles,
+    check_dtypes,
     current_chip,
     part,
 )
@@ -50,8 +51,9 @@ def backward(static: Logits, hidden: Array, head: Array, targets: Array, count: 
       ``(d_hidden [n, D], d_head [V, D])`` in float32: this shard's part of both sums. Rows of dead tokens are 0.
 
     Raises:
-      ValueError: no tiles, or not the given ones, fit in vector memory.
+      ValueError: no tiles, or not the given ones, fit in vector memory; other dtypes.
     """
+    check_dtypes(hidden, head)
     (n, width), vocab = hidden.shape, head.shape[0]
     if n == 0:
         return jnp.zeros((0, width), jnp.float32), jnp.zeros((vocab, width), jnp.float32)

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 from jax.experimental.pallas import tpu as pltpu
 
+DTYPES = ("float32", "bfloat16")
 LANES = 128
 MIB = 1 << 20
 
@@ -99,6 +101,19 @@ def backward_tiles(tokens: int, vocab: int, width: int, itemsize: int, chip: Chi
     vocabs = (2048, 1536, 1024, 512, 256)
     pairs = [Tiles(t, v) for v in vocabs for t in (512, 256)] + [Tiles(128, v) for v in (*vocabs, 128)]
     return _first_that_fits("backward", backward_bytes, pairs, (tokens, vocab, width, itemsize), chip, given)
+
+
+def takes(hidden: jax.Array, head: jax.Array, chip: Chip | None = None) -> bool:
+    """Whether both kernels can be compiled for these arrays: bfloat16 or float32, and a width of which the smallest tiles fit."""
+    if str(hidden.dtype) not in DTYPES:
+        return False
+    return backward_bytes(Tiles(LANES, LANES), head.shape[1], hidden.dtype.itemsize) <= usable(chip or current_chip())
+
+
+def check_dtypes(hidden: jax.Array, head: jax.Array) -> None:
+    """Raises ValueError, in one line, for dtypes that the kernels do not multiply."""
+    if str(hidden.dtype) not in DTYPES or head.dtype != hidden.dtype:
+        raise ValueError(f"pallas_tpu: hidden {hidden.dtype} and head {head.dtype} must both be {' or '.join(DTYPES)}; cast them, or use implementation 'chunked'")
 
 
 def _first_that_fits(kind: str, need: Callable[[Tiles, int, int], int], pairs: Sequence[Tiles], sizes: tuple[int, int, int, int], chip: Chip,
