@@ -123,13 +123,10 @@ def _by_kernels(static: Static, split: mesh.Split, with_grad: bool, hidden: Arra
     assert kernels is not None
     alive = jnp.arange(hidden.shape[0]) < count
     lse, target, mean = mesh.whole_vocab(split, *kernels.forward(how, hidden, head, targets, count))
-    logprob, entropy = target - lse, None if mean is None else lse - mean
-
-    def losses(logprob: Array, entropy: Array | None) -> tuple[Array, Any]:
-        logprob, entropy = jax.tree.map(lambda x: jnp.where(alive, x, 0), (logprob, entropy))
-        return static.loss(logprob, entropy, operands)
-
-    (total, stats), slopes = jax.value_and_grad(losses, argnums=(0,) if entropy is None else (0, 1), has_aux=True)(logprob, entropy)
+    # Over the parts of the vocabulary a dead token has become the sum of nothing: log 2 of two.
+    logprob, entropy = (None if x is None else jnp.where(alive, x, 0) for x in (target - lse, None if mean is None else lse - mean))
+    losses = jax.value_and_grad(static.loss, argnums=(0,) if entropy is None else (0, 1), has_aux=True)
+    (total, stats), slopes = losses(logprob, entropy, operands)
     grads = None
     if with_grad:
         d_hidden, d_head = kernels.backward(how, hidden, head, targets, count, lse, mean, slopes[0], None if entropy is None else slopes[1])
