@@ -109,8 +109,8 @@ def check(static, inputs, count, gradient=5e-6, **kw):
 
 @pytest.mark.parametrize("count", [0, 1, 200, 384, 513, 600])
 def test_counts_on_tiles_that_divide_nothing(count):
-    # Five blocks of tokens, three of the vocabulary. Up to three live blocks d-hidden stays in vector memory, then it goes around.
-    check(PLAIN, problem(600, 700, 96), count, tiles=(128, 256))
+    # Five blocks of tokens, three of the vocabulary, two cores. Up to three live blocks d-hidden stays in vector memory, then it goes around.
+    check(PLAIN, problem(600, 700, 96), count, chip=CHIPS["v5p"], tiles=(128, 256))
 
 
 @pytest.mark.parametrize("static,n,V,D,count", [(PLAIN, 1, 513, 64, 1), (RICH, 7, 513, 576, 5), (Logits(), 300, 130, 64, 300), (Logits(2.0, soft_cap=3.0), 40, 57, 3, 33)])
@@ -133,12 +133,14 @@ def test_nothing_is_read_before_it_is_written_and_no_copy_races(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_cores_share_a_device(capfd):
     # Three tiles of the head: the second core has one, and a turn without work. Both add up their own d-hidden.
     check(RICH, problem(520, 300, 8), 400, interpret=TWO_CORES, chip=CHIPS["v5p"], tiles=(128, 128))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_too_small_is_seen(capfd, monkeypatch):
     monkeypatch.setattr(pallas_tpu_backward, "RING", 2)  # the next tile would arrive where the last one is still leaving
     compiled.cache_clear()
@@ -147,8 +149,7 @@ def test_a_ring_that_is_too_small_is_seen(capfd, monkeypatch):
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("dead", [0, 3])
-def test_blocks_of_dead_tokens_are_not_computed(dead, monkeypatch):
+def test_blocks_of_dead_tokens_are_not_computed(monkeypatch):
     # The interpreter runs every block of the grid: the logits made are counted.
     made = []
     plain = pallas_tpu_backward.tile_logits
@@ -160,10 +161,10 @@ def test_blocks_of_dead_tokens_are_not_computed(dead, monkeypatch):
     for module in (pallas_tpu, pallas_tpu_backward):
         monkeypatch.setattr(module, "tile_logits", counted)
     compiled.cache_clear()
-    run(PLAIN, problem(512, 256, 8), 512 - 128 * dead, tiles=(128, 128))
+    run(PLAIN, problem(512, 256, 8), 129, tiles=(128, 128))
     compiled.cache_clear()
     jax.effects_barrier()
-    assert len(made) == 2 * 2 * (4 - dead)
+    assert len(made) == 2 * 2 * 2  # passes, tiles of the head, live blocks of four
 
 
 def test_no_tokens():
@@ -254,8 +255,8 @@ def test_by_name_they_stop_a_program_for_another_platform():
         return token_logprob(hidden, head, targets, implementation="pallas_tpu")[0].sum()
 
     said = r"^token_logprob 'pallas_tpu' is a TPU kernel and this program is compiled for cpu; use 'chunked', or None to choose by platform"
-    for call in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(lambda *a: policy_loss(*a, advantage=jnp.ones(3), weights=jnp.ones(3),
-                                                                                              implementation="pallas_tpu", behavior_logprob=jnp.zeros(3)).sum))):
+    update = jax.grad(lambda *a: policy_loss(*a, advantage=jnp.ones(3), weights=jnp.ones(3), implementation="pallas_tpu", behavior_logprob=jnp.zeros(3)).sum)
+    for call in (jax.jit(loss), jax.jit(update)):
         with pytest.raises(ValueError, match=said):
             call(*arrays)
 

@@ -42,7 +42,7 @@ def kernels_for_tpu(hidden: Array, head: Array) -> Passes | None:
         V 37984 (a quarter of it), D 4096:
           one pass, chunks of 376 / kernels      65 / 52        23 / 22        29 / 11
         V 49152, D 576:
-          one pass, chunks of 320 / kernels      22 / 9        6.6 / 4.0       11 / 2.0
+          one pass, chunks of 320 / kernels      22 / 9.4     6.6 / 4.0      11 / 2.0
 
     So one pass with chunks of 1024 tokens might be a fifth faster on v5e and v5p, for a gigabyte (float32 logits and d-logits);
     with the chunks that :func:`.blocks.chunk_size` makes the kernels are ahead on all three. Over a vocabulary that is sharded
