@@ -217,7 +217,7 @@ def test_a_dtype_that_is_not_multiplied_is_refused():
 INTERPRETED = streamed.Passes(*(functools.partial(f, interpret=True, block_tokens=128, block_vocab=128) for f in (pallas_tpu.forward, pallas_tpu.backward)))
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=["one device", "2x2"])
+@pytest.mark.parametrize("mesh", [pytest.param(None, marks=pytest.mark.slow), (2, 1, 2)], ids=["one device", "2x2"])
 def test_what_a_program_for_tpu_takes_by_default_gives_what_the_reference_gives(mesh, monkeypatch):
     """Policy loss and log-probabilities; 301 tokens and 300 columns make two blocks of each on a quarter of the devices."""
     n, V, D = 301, 300, 8
