@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from rlvr_jax import config as configs
+from rlvr_jax import distributed, replay, report
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
-from rlvr_jax import replay, report
 from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.advantages import advantages
@@ -29,11 +29,12 @@ from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.config import Config
 from rlvr_jax.evaluate import evaluate
 from rlvr_jax.rollout.book import Finished
-from rlvr_jax.run_folder import only_one, refuse_changes
+from rlvr_jax.run_folder import RunFolder, only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
 from rlvr_jax.strategies.mix import Mixer, build_mixer
 from rlvr_jax.types import Rollout, TrainState, UpdateBatch
 from rlvr_jax.update import make_update
+from rlvr_jax.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     # Before a folder is made: what can be refused by its name alone.
     strategy_room.build(list(config.strategies if strategies is None else strategies))
     build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
-    with only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
+    with (only_one(config.run_dir, distributed.first()) as folder, part.build(config, rewards) as parts,
+          Watchdog(config.train.step_limit_seconds) as watchdog, _Loop(parts, strategies, folder, watchdog) as loop):
         return loop.run()
 
 
@@ -89,9 +91,9 @@ def as_config(config: Config | Mapping[str, Any] | str | Path, overrides: Sequen
 
 
 class _Loop:
-    def __init__(self, parts: part.Parts, strategies: Sequence[Any] | None):
+    def __init__(self, parts: part.Parts, strategies: Sequence[Any] | None, folder: RunFolder, watchdog: Watchdog):
         config = self.config = parts.config
-        self.parts, self.run_dir = parts, Path(config.run_dir or "runs/default")
+        self.parts, self.folder, self.run_dir, self.watchdog, self.first = parts, folder, folder.local, watchdog, distributed.first()
         self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
         self.compiles = observe.CompileCount()
         self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
@@ -99,7 +101,7 @@ class _Loop:
         self.engine = parts.engine(record_entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
         self.decode = parts.tokenizer.decode
-        self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
+        self.checkpoints = Checkpoints(config.run_dir or "runs/default", config.train.max_to_keep)
         self.stop_signal: int | None = None
         self.told: set[str] = set()
         self.clock: list[float] = []  # of the running step: rollout begins, ends; verdicts in; update done
@@ -125,42 +127,53 @@ class _Loop:
         state, host, record = self._start()
         base = record.seconds
         ref_params = self.parts.params() if config.algorithm.kl_coef else None
-        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None, enabled=jax.process_index() == 0)
+        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None, enabled=self.first)
         pending: tuple[int, dict[str, Any]] | None = None
-        with writer, metric.Progress(config.train.steps, record.step) as progress:
+        stop = self._stop(started)
+        with writer, metric.Progress(config.train.steps, record.step, enabled=self.first) as progress:
             if not record.eval and config.eval.prompts_per_domain:
                 self._evaluate(state.params, record, progress)
                 writer.write(0, observe.eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
-            while record.step < config.train.steps and self.stop_signal is None:
+            while record.step < config.train.steps and not stop:
+                self.watchdog.feed(f"step {record.step + 1}")
                 state, host, values = self._step(state, host, record, ref_params, writer)
                 self._tell_unknown(progress, "train", record.step)
                 if pending:  # one step late, so that the device never waits for the host
                     self._write(writer, progress, record, *pending)
                 pending = (record.step, values)
                 record.seconds = base + time.monotonic() - started
-                out_of_time = config.train.max_seconds is not None and time.monotonic() - started > config.train.max_seconds
                 last = record.step == config.train.steps
                 if config.eval.prompts_per_domain and (last or record.step % config.train.eval_every == 0):
                     self._evaluate(state.params, record, progress)
                     values |= observe.eval_metrics(record.eval[str(record.step)])
-                if last or out_of_time or self.stop_signal is not None or self._save_due(record):
+                stop = self._stop(started)
+                if last or stop or self._save_due(record):
                     self._write(writer, progress, record, *pending)
                     pending = None
                     self._save(state, host, record)
-                if out_of_time:
-                    break
             if pending:
                 self._write(writer, progress, record, *pending)
             self._save(state, host, record)
         self.checkpoints.wait()
         summary = self._summary(state, record)
-        metric.write_summary(self.run_dir, summary)
-        report.build(self.run_dir)
+        if self.first:
+            metric.write_summary(self.run_dir, summary)
+            report.build(self.run_dir)
         return summary
+
+    def _stop(self, started: float) -> bool:
+        """Whether any process got a signal or is out of time; all processes get the same answer, so they stop after the same step."""
+        limit = self.config.train.max_seconds
+        out_of_time = limit is not None and time.monotonic() - started > limit
+        number = distributed.largest(self.stop_signal or int(out_of_time))
+        if number > 1:  # no signal that is handled has the number 1
+            self.stop_signal = number
+        return number > 0
 
     def _start(self) -> tuple[TrainState, dict[str, Any], Record]:
         """Fresh state, or the newest checkpoint's."""
         parts, config = self.parts, self.config
+        distributed.require_equal({"the config": config, "the versions": metric.versions(), "the data": parts.dataset.fingerprint})
         host = self._fresh_host()
         abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh)
         saved = self.checkpoints.record()
@@ -172,12 +185,13 @@ class _Loop:
             record = Record(**got["record"])
             record.data = parts.dataset.train.restore(record.data)
             record.resumed_from_step = record.step
-            log.info("resumed %s at step %d", self.run_dir, record.step)
+            distributed.require_equal({"the checkpoint that can be read": record.step})
+            log.info("resumed %s at step %d", config.run_dir, record.step)
             return state, host, record
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
-        metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
-        parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
+        if self.first:
+            metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
+            metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
+            parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
         state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
@@ -219,7 +233,7 @@ class _Loop:
         if record.step % config.train.samples_every == 0 or record.step == 1:
             writer.write_samples(record.step, observe.samples(row_of, texts, reward, valid, G))
         values |= observe.mix_metrics(rows, proportions, signal, self.parts.dataset.names)
-        values |= {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
+        values |= {f"verify/{k}": v for k, v in self.parts.judge.counters.items()}
         return state, host, values | {"sums": sums, "clock": clock}
 
     def _rollout(self, params: Any, rows: Sequence[Any], row_of: Sequence[Any], step: int) -> tuple[Rollout, list[str], list[list[int]]]:
@@ -252,6 +266,7 @@ class _Loop:
 
     def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> None:
         e = self.config.eval
+        self.watchdog.feed(f"evaluation at step {record.step}")
         scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
         record.eval[str(record.step)] = {name: s.accuracy for name, s in scores.items()}
         self._tell_unknown(progress, "evaluation", record.step)
@@ -261,7 +276,7 @@ class _Loop:
         """Each new reason why answers could not be judged is told once; how many, every step, is a metric."""
         new = {reason: n for reason, n in self.parts.judge.take_reasons().items() if reason not in self.told}
         for reason, n in list(new.items())[:3]:
-            progress.log(f"{during} {step}: no verdict on {n} answer{'s' * (n > 1)}, not learned from: {reason}")
+            progress.log(f"{during} {step}: no verdict on {n} answer{'s' * (n > 1)}, not learned from: {reason}", urgent=True)
         self.told |= new.keys()
 
     def _save_due(self, record: Record) -> bool:
@@ -271,6 +286,9 @@ class _Loop:
         return record.step % self.config.train.save_every == 0 or best
 
     def _save(self, state: TrainState, host: dict[str, Any], record: Record) -> None:
+        self.watchdog.feed(f"save of step {record.step}")
+        if self.first:
+            self.folder.push()  # before the checkpoint, so that whoever goes on from it finds the records of its steps
         scores = record.eval.get(str(record.step))
         # A copy: the save goes on in the background while the next step changes the record.
         saved = {"record": copy.deepcopy(record.__dict__), "config": self.config.model_dump(mode="json")}
