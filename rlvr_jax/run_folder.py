@@ -13,8 +13,9 @@ from rlvr_jax.config import Config, ConfigError
 
 log = logging.getLogger(__name__)
 
-# Sections that may change between a run and its continuation; any other change would make it another experiment.
-MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
+# Fields that may change between a run and its continuation; any other change would make it another experiment. The machine's
+# (mesh, slots, micro-batch, remat) change rounding only: on the same ones a continued run is the same bit for bit.
+MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "mesh", "rollout.slots", "train.micro_batch", "model.remat", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
               "train.max_seconds", "train.samples_every", "train.step_limit_seconds")
 
 
