@@ -5,7 +5,6 @@ import uuid
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax import config as configs
@@ -87,6 +86,6 @@ def _check_sum(mesh: jax.sharding.Mesh) -> None:
     total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, MESH_AXES), mesh=mesh, in_specs=jax.sharding.PartitionSpec(MESH_AXES),
                                   out_specs=jax.sharding.PartitionSpec()), out_shardings=named(mesh))
     numbers = place(np.arange(1, n + 1, dtype=np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(MESH_AXES)))
-    found = float(np.asarray(jnp.asarray(total(numbers)))[0])
+    found = float(np.asarray(total(numbers))[0])
     if found != n * (n + 1) / 2:
         raise ConfigError(f"a sum over all {n} devices gave {found:g}, expected {n * (n + 1) / 2:g}; a device or a link is broken")

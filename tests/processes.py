@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "data": {"domains": {"sums": {"task": "arithmetic", "task_args": {"digits": [1, 2], "ops": "+"}},
                          "knights": {"task": "knights", "task_args": {"people": [2, 2]}}}, "max_prompt_length": 32,
              "mixer": {"name": "dump_ucb", "warmup_steps": 1, "update_every": 1}},
-    "rollout": {"samples_per_prompt": 4, "max_new_tokens": 24, "slots": 16}, "strategies": ["difffilter"], "replay": {"capacity": 3},
+    "rollout": {"samples_per_prompt": 4, "max_new_tokens": 24, "slots": 16}, "strategies": ["maxvar"], "replay": {"capacity": 3},
     "optimizer": {"learning_rate": 3e-4}, "pool": {"workers": 1},
     "train": {"steps": 4, "prompts_per_step": 4, "micro_batch": 8, "save_every": 2, "eval_every": 4, "samples_every": 2},
     "eval": {"prompts_per_domain": 3, "batch_prompts": 3}}
@@ -42,8 +42,9 @@ def start(arguments: Sequence[str], env: dict[str, str], processes: int = 1, log
     address, out = f"localhost:{port()}", []
     for i in range(processes):
         more = ["--coordinator", address, "--num-processes", str(processes), "--process-id", str(i)] if processes > 1 else []
-        stderr: Any = subprocess.PIPE if log is None else Path(f"{log}{i}").open("w")
-        out.append(subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", *arguments, *more], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True))
+        with Path(os.devnull if log is None else f"{log}{i}").open("w") as file:
+            out.append(subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", *arguments, *more], env=env, cwd=ROOT, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE if log is None else file, text=True))
     return out
 
 

@@ -1,8 +1,8 @@
 """Paths of buckets, through epath and fsspec, against a bucket in memory: what is read is copied once, what people read is kept there."""
 
 import json
+import sys
 
-import fsspec
 import pytest
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
@@ -14,12 +14,14 @@ from rlvr_jax.data.rows import DataError
 from rlvr_jax.metrics import Writer, read_records
 from rlvr_jax.run_folder import RunFolder, only_one
 
+REGISTRY = sys.modules["fsspec.registry"]._registry  # fsspec.registry itself is a read-only view
+
 
 class Bucket(MemoryFileSystem):
     """What gcsfs is to epath, in memory; a write can be made to fail."""
 
     protocol = ("gs", "gcs")
-    store, pseudo_dirs = {}, [""]  # noqa: RUF012
+    store, pseudo_dirs = {}, [""]
     reads, broken = 0, False
 
     def __init__(self, *args, finalize_on_close=True, **kwargs):
@@ -40,7 +42,7 @@ class Bucket(MemoryFileSystem):
 @pytest.fixture
 def bucket(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    fsspec.register_implementation("gcs", Bucket, clobber=True)
+    monkeypatch.setitem(REGISTRY, "gcs", Bucket)
     backend.fsspec_backend._get_filesystem.cache_clear()
     Bucket.store.clear()
     Bucket.pseudo_dirs[:] = [""]
@@ -49,7 +51,6 @@ def bucket(monkeypatch, tmp_path):
     fs.makedirs("gs://b")
     yield fs
     backend.fsspec_backend._get_filesystem.cache_clear()
-    fsspec.register_implementation("gcs", "gcsfs.GCSFileSystem", clobber=True)
 
 
 def put(fs, path, content):
@@ -74,7 +75,7 @@ def test_a_data_file_is_copied_once_and_again_when_it_changes(bucket):
     assert Bucket.reads == 1
     put(bucket, "gs://b/data/x.jsonl", b'{"prompt": "1+1=?", "answer": "two"}\n')
     assert [r.value["answer"] for r in sources.read(path)] == ["two"] and Bucket.reads == 2
-    with pytest.raises(DataError, match="gs://b/data/y.jsonl' does not exist"):
+    with pytest.raises(DataError, match=r"gs://b/data/y\.jsonl' does not exist"):
         sources.read("gs://b/data/y.jsonl")
 
 
@@ -88,7 +89,7 @@ def test_a_model_in_a_bucket(bucket, tiny_model):
     assert not (folder / "pytorch_model.bin").exists()
     read = Bucket.reads
     assert parts.model_folder(config) == folder and Bucket.reads == read
-    with pytest.raises(C.ConfigError, match="no config.json in 'gs://b/nothing'"):
+    with pytest.raises(C.ConfigError, match=r"no config\.json in 'gs://b/nothing'"):
         parts.model_folder(C.validate({"model": {"path": "gs://b/nothing"}}))
 
 
@@ -139,8 +140,7 @@ def test_one_process_holds_the_stand_in(bucket):
 
 
 def test_the_missing_package_is_named(monkeypatch):
-    fsspec.register_implementation("gcs", "gcsfs.GCSFileSystem", clobber=True)
     backend.fsspec_backend._get_filesystem.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(OSError, match=r"gs://b/x.*pip install 'rlvr-jax\[gcs\]'"):
         remote.local_file("gs://b/x")
