@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.config import ConfigError
+from rlvr_jax.remote import is_remote
 from rlvr_jax.state import abstract_state, make_optimizer
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class Checkpoints:
     """Checkpoints of one run folder: the newest ``max_to_keep`` and, beside them, the best by evaluation."""
 
     def __init__(self, run_dir: str | Path, max_to_keep: int, read_only: bool = False):
-        self.folder = Path(run_dir).absolute() / "checkpoints"
+        self.folder = epath.Path(run_dir if is_remote(run_dir) else Path(run_dir).absolute()) / "checkpoints"
         best = keep.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(max_to_keep), best]),
@@ -109,7 +111,7 @@ def restore_params(parts: "Parts", which: str) -> Any:
       ConfigError: there is no such checkpoint.
     """
     config = parts.config
-    folder = Path(config.run_dir or "runs/default")
+    folder = config.run_dir or "runs/default"
     checkpoints = Checkpoints(folder, config.train.max_to_keep, read_only=True)
     steps = checkpoints.manager.all_steps()
     step = {"best": checkpoints.best_step, "last": checkpoints.manager.latest_step}.get(which, lambda: int(which) if which.isdigit() else None)()

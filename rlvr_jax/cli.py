@@ -4,12 +4,13 @@ import argparse
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-STOPPED = 75  # EX_TEMPFAIL: stopped by a signal or train.max_seconds after saving; the same command goes on
+from rlvr_jax import exit_codes
 
 EXAMPLES = {
     "train": "rlvr-jax train configs/quickstart.yaml\n  rlvr-jax train configs/quickstart.yaml seed=1 run_dir=runs/seed1 'strategies=[difffilter]'",
@@ -19,6 +20,7 @@ EXAMPLES = {
     "export": "rlvr-jax export runs/quickstart my_model\n  rlvr-jax export runs/quickstart my_model --checkpoint last --dtype bfloat16",
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
+    "preflight": "rlvr-jax preflight configs/quickstart.yaml\n  rlvr-jax preflight configs/quickstart.yaml run_dir=gs://bucket/run --num-processes 16",
     "report": "rlvr-jax report runs/quickstart",
     "compare": "rlvr-jax compare configs/dataflex/compare_quick.yaml\n  rlvr-jax compare configs/dataflex/compare.yaml --arms difffilter,gfpo --seeds 12 --budget generated=500_000\n"
                "  rlvr-jax compare configs/dataflex/compare.yaml --shard 0/2        # and 1/2 elsewhere, then --report-only on all folders\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
@@ -49,7 +51,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlvr-jax {args.command}: {type(e).__name__}: {' '.join(str(e).split())[:2000]}", file=sys.stderr)
         if not isinstance(e, ValueError | OSError):
             print("rlvr-jax: --debug shows where it happened", file=sys.stderr)
-        return 2
+        return exit_codes.LOST if _lost(e) else exit_codes.MEND
+
+
+def console() -> None:
+    """The installed command. One of several processes that fails must not wait, in jax's exit handlers, for the others."""
+    code = 1
+    try:
+        code = main()
+    except SystemExit as e:  # argparse
+        code = e.code if isinstance(e.code, int) else exit_codes.MEND
+    except BaseException:
+        traceback.print_exc()
+    if code not in (0, exit_codes.STOPPED) and _joined():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _joined() -> bool:
+    """Whether this is one of several processes; asks without making jax look for devices."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def _lost(e: BaseException) -> bool:
+    """Whether an error of one of several processes comes from the others or the network, as far as it can be told."""
+    if type(e).__name__ == "LostProcess":
+        return True
+    return _joined() and type(e).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" not in str(e)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,17 +88,25 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog="examples:\n  rlvr-jax train configs/quickstart.yaml\n  rlvr-jax COMMAND --help", formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str, config: bool = False) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str, config: bool = False,
+                processes: bool = False) -> argparse.ArgumentParser:
         p = commands.add_parser(name, help=help, description=help, epilog=f"examples:\n  {EXAMPLES[name]}", formatter_class=argparse.RawDescriptionHelpFormatter)
         p.add_argument("--debug", action="store_true", help="show the trace of an error")
+        if processes:
+            several = p.add_argument_group("several processes", "needed only where no TPU pod, Slurm or MPI says it; also as JAX_COORDINATOR_ADDRESS, "
+                                           "JAX_NUM_PROCESSES, JAX_PROCESS_ID")
+            several.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of process 0")
+            several.add_argument("--num-processes", type=int, metavar="N", help="alone: refuse to start with another number of processes")
+            several.add_argument("--process-id", type=int, metavar="I", help="0..N-1")
         if config:
             p.add_argument("config", help="YAML file")
             p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the config, e.g. train.steps=50")
         p.set_defaults(run=run)
         return p
 
-    command("train", _train, "train, or continue, the run of a config", config=True)
-    p = command("eval", _eval, "accuracy on held-out prompts, per domain, as JSON", config=True)
+    command("train", _train, "train, or continue, the run of a config", config=True, processes=True)
+    command("preflight", _preflight, "check all that a run on several hosts needs, before it is paid for", config=True, processes=True)
+    p = command("eval", _eval, "accuracy on held-out prompts, per domain, as JSON", config=True, processes=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
     p = command("generate", _generate, "answers to prompts, one JSON object a line", config=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
@@ -134,12 +173,37 @@ def _load(args: argparse.Namespace) -> Any:
     return config.load(args.config, args.overrides)
 
 
+def _join(args: argparse.Namespace) -> None:
+    """Before anything else touches jax."""
+    from rlvr_jax import distributed
+
+    distributed.start(args.coordinator, args.num_processes, args.process_id)
+
+
+def _print_once(result: Any) -> None:
+    """One JSON line, from the first process."""
+    from rlvr_jax import distributed
+
+    if distributed.first():
+        print(json.dumps(result), flush=True)
+
+
 def _train(args: argparse.Namespace) -> int:
+    config = _load(args)
+    _join(args)
     from rlvr_jax.train import train
 
-    summary = train(_load(args))
-    print(json.dumps({k: v for k, v in summary.items() if k != "finished"}))
-    return 0 if summary["finished"] else STOPPED
+    summary = train(config)
+    _print_once({k: v for k, v in summary.items() if k != "finished"})
+    return 0 if summary["finished"] else exit_codes.STOPPED
+
+
+def _preflight(args: argparse.Namespace) -> None:
+    config = _load(args)
+    _join(args)
+    from rlvr_jax.preflight import preflight
+
+    _print_once(preflight(config))
 
 
 def _sft(args: argparse.Namespace) -> None:
@@ -149,11 +213,12 @@ def _sft(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    config = _load(args)
+    _join(args)
     from rlvr_jax import parts as part
     from rlvr_jax.evaluate import evaluate
     from rlvr_jax.metrics import Progress
 
-    config = _load(args)
     with part.build(config) as parts:
         params = _weights(parts, args.checkpoint)
         e, done = config.eval, [0]
@@ -164,9 +229,8 @@ def _eval(args: argparse.Namespace) -> None:
 
             scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, parts.tokenizer.decode,
                               samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
-    print(json.dumps({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
-                             "tokens_mean": s.tokens / max(s.total, 1),
-                             **{k: v for k, v in s.measures().items() if k != "eval"}} for name, s in scores.items()}))
+    _print_once({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
+                        "tokens_mean": s.tokens / max(s.total, 1), **{k: v for k, v in s.measures().items() if k != "eval"}} for name, s in scores.items()})
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -202,12 +266,18 @@ def _weights(parts: Any, checkpoint: str | None) -> Any:
 def _export(args: argparse.Namespace) -> None:
     from rlvr_jax import config as configs
     from rlvr_jax import parts as part
+    from rlvr_jax import remote
     from rlvr_jax.checkpoint import restore_params
     from rlvr_jax.models import hf
 
-    if not (Path(args.run_dir) / "config.yaml").is_file():
+    source = remote.join(args.run_dir, "config.yaml")
+    try:
+        file = remote.local_file(source) if remote.is_remote(source) else Path(source)
+    except FileNotFoundError:
+        file = Path(source)
+    if not file.is_file():
         raise ValueError(f"'{args.run_dir}' is no run folder: it has no config.yaml")
-    config = configs.load(Path(args.run_dir) / "config.yaml", [f"run_dir={args.run_dir}"])
+    config = configs.load(file, [f"run_dir={args.run_dir}"])
     with part.build(config) as parts:
         hf.export(Path(args.out), restore_params(parts, args.checkpoint), parts.model, source_folder=parts.folder, dtype=args.dtype)
     print(args.out)
@@ -237,9 +307,16 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from rlvr_jax import report
+    from rlvr_jax import remote, report
+    from rlvr_jax.run_folder import RunFolder
 
-    print(report.build(args.run_dir))
+    folder = RunFolder(args.run_dir)
+    if folder.uri:
+        folder.local.mkdir(parents=True, exist_ok=True)
+        folder.pull()
+    page = report.build(folder.local)
+    folder.push()
+    print(page if folder.uri is None else remote.join(folder.uri, page.name))
 
 
 def _compare(args: argparse.Namespace) -> int | None:
@@ -270,8 +347,8 @@ def _compare_runs(args: argparse.Namespace) -> int:
         if line:
             print(f"rlvr-jax compare: {line}", file=sys.stderr)
     if told.stopped:
-        return STOPPED
-    return 2 if told.found.failed or told.found.refused else 0
+        return exit_codes.STOPPED
+    return exit_codes.MEND if told.found.failed or told.found.refused else 0
 
 
 def _compare_table(args: argparse.Namespace) -> None:
@@ -314,4 +391,4 @@ def _bench(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

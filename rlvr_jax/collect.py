@@ -21,6 +21,7 @@ from rlvr_jax.rewards import overlong
 from rlvr_jax.rollout import keys
 from rlvr_jax.rollout.book import Finished
 from rlvr_jax.scoring import row_logprob
+from rlvr_jax.sharding import named
 from rlvr_jax.strategies import prompts
 from rlvr_jax.types import Rollout, UpdateBatch, response_mask
 
@@ -69,7 +70,7 @@ class Collector:
         self.dynamic = dynamic_sampling.build(config, T, entropy=entropy)
         self.chooser = prompts.build(config)
         self.score = jax.jit(lambda params, tokens, prompt, response: row_logprob(
-            params, parts.model, config, tokens, prompt + response, response_mask(prompt, response, tokens.shape[1])))
+            params, parts.model, config, tokens, prompt + response, response_mask(prompt, response, tokens.shape[1])), out_shardings=named(parts.mesh))
 
     def init(self) -> Host:
         """What replay, dynamic sampling and the choice of prompts remember at the start; kinds that remember nothing are left out."""

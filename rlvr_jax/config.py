@@ -27,7 +27,7 @@ class Strict(pydantic.BaseModel):
 
 class Model(Strict):
     path: str = "embedded"
-    """Hugging Face folder, or 'embedded' for the tiny model inside the package."""
+    """Hugging Face folder (gs:// too), or 'embedded' for the tiny model inside the package."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
     remat: Literal["none", "dots", "full"] = "none"
@@ -47,7 +47,7 @@ class Domain(Strict):
     problems: int | None = pydantic.Field(None, ge=1)
     """Of a task: train on so many different problems, the same for every seed, which come again each epoch; null = endless."""
     path: str | None = None
-    """JSONL, JSON or parquet file, below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
+    """JSONL, JSON or parquet file (gs:// too), below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
     eval_path: str | None = None
     """Held-out file; without one a share of the rows (data.holdout), chosen by hash, is held out."""
     split: str = "train"
@@ -131,7 +131,7 @@ class Prompts(Strict):
 class Data(Strict):
     domains: dict[str, Domain] = {"arithmetic": Domain(task="arithmetic")}
     root: str | None = None
-    """Folder that relative paths start from; default $RLVR_DATA, else the working directory."""
+    """Folder (gs:// too) that relative paths start from; default $RLVR_DATA, else the working directory."""
     mixer: Mixer = Mixer()
     prompts: Prompts = Prompts()
     max_prompt_length: int = pydantic.Field(128, gt=0)
@@ -299,6 +299,9 @@ class Train(Strict):
     """End the run at the first step by which so many tokens have been sampled, if that is before `steps`."""
     updated_tokens: int | None = pydantic.Field(None, ge=1)
     """The same for tokens that were learned from."""
+    step_limit_seconds: float | None = pydantic.Field(None, gt=0)
+    """A start, step, evaluation or save that takes longer ends the process with exit code 69 and all stacks: a stuck host must not
+    hold a pod. The first of each compiles: leave it minutes. null = off."""
     samples_every: int = pydantic.Field(10, ge=1)
     """Steps between sample texts written to samples.jsonl."""
 
@@ -341,7 +344,7 @@ class Sft(Strict):
 class Config(Strict):
     seed: int = pydantic.Field(0, ge=0)
     run_dir: str | None = None
-    """Default runs/<config name>."""
+    """Default runs/<config name>. gs://bucket/... for a pod: checkpoints go there directly, the small files at every save."""
     model: Model = Model()
     data: Data = Data()
     rollout: Rollout = Rollout()

@@ -32,13 +32,12 @@ def identity(config: Config, weights_sha256: str, evaluation: Mapping[str, Seque
 
 def chooses_prompts(config: Config) -> bool:
     """Whether the run decides which prompts come next: it may then see others than its pair, at an equal budget."""
-    prompts = getattr(config.data, "prompts", None)
-    return config.data.mixer.name != "static" or getattr(prompts, "kind", "random") != "random" or getattr(config, "dynamic_sampling", None) is not None
+    return config.data.mixer.name != "static" or config.data.prompts.kind != "random" or config.dynamic_sampling is not None
 
 
 def reorders_prompts(config: Config) -> bool:
     """Whether even the order within a domain is the run's own: it picks among candidates, or fills batches until enough teach."""
-    return getattr(getattr(config.data, "prompts", None), "kind", "random") != "random"
+    return config.data.prompts.kind != "random"
 
 
 def code(config: Config) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,6 +77,14 @@ def _check(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> 
             ways *= mesh.shape[n]
         if size % ways:
             raise ValueError(f"axis '{axis}' of size {size} does not divide over mesh axes {names} ({ways} ways); change mesh.{names[-1]}")
+
+
+def place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that every process holds alike onto all devices; where device_put would compare it across processes, nothing is sent."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -1,17 +1,21 @@
 """The state that is trained: optimizer, fresh or abstract or restored state, and its fingerprint."""
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import process_allgather
 
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, param_axes
 from rlvr_jax.sharding import named, shardings
 from rlvr_jax.types import TrainState
+
+PIECE_BYTES = 1 << 28
 
 
 def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
@@ -58,9 +62,20 @@ def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation
 
 
 def weights_sha256(params: Any) -> str:
-    """Hash of all weights in the order of their names; equal exactly when they are equal bit for bit."""
+    """Hash of all weights in the order of their names; equal exactly when they are equal bit for bit, however they are sharded.
+
+    Weights of several processes are fetched in pieces, so that no device and no host holds a whole one; all processes call it.
+    """
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(np.asarray(x).tobytes())
+        for piece in [x] if x.is_fully_addressable else _pieces(x):
+            digest.update(np.asarray(piece).tobytes())
     return digest.hexdigest()
+
+
+def _pieces(x: jax.Array) -> Iterator[np.ndarray]:
+    """Rows of a sharded array, about :data:`PIECE_BYTES` at a time."""
+    rows = max(1, PIECE_BYTES // max(1, x.nbytes // x.shape[0]))
+    for i in range(0, x.shape[0], rows):
+        yield np.asarray(process_allgather(jax.lax.dynamic_slice_in_dim(x, i, min(rows, x.shape[0] - i)), tiled=True))
