@@ -285,8 +285,10 @@ class _Loop:
 
 
 def compiled_in(config: Config) -> str:
-    """All of a config that may be part of its compiled update; the seed is not."""
-    tree = config.model_dump(mode="json", exclude={"seed", "run_dir", "data", "rewards", "pool", "eval", "sft"})
+    """All of a config that may be part of its compiled update; the seed is not, nor how long the run lasts at a constant rate."""
+    host = {"save_every", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens"}
+    train = host | ({"steps"} if config.optimizer.schedule == "constant" else set())
+    tree = config.model_dump(mode="json", exclude={"train": train} | dict.fromkeys(("seed", "run_dir", "data", "rewards", "pool", "eval", "sft"), True))
     return json.dumps([tree, list(config.data.domains), config.data.max_prompt_length])
 
 

@@ -214,12 +214,17 @@ class Inline:
         return ""
 
 
+def trained(model):
+    """BASE for runs that really train: little of everything, and a reward that random weights get."""
+    return {**BASE, "model": {"path": str(model)}, "data": {"domains": {"sums": BASE["data"]["domains"]["sums"]}, "max_prompt_length": 32},
+            "eval": {**BASE["eval"], "prompts_per_domain": 4}, "rewards": [{"compare_runs:parity": 1.0}]}
+
+
 @pytest.fixture
 def inline(monkeypatch, tiny_model):
     monkeypatch.setattr(runner, "Worker", Inline)
     monkeypatch.setattr(report, "build", lambda run_dir: None)  # pages of single runs have their own tests
-    return {**BASE, "model": {"path": str(tiny_model)}, "train": {**BASE["train"], "steps": 2}, "data": {"domains": {"sums": BASE["data"]["domains"]["sums"]}, "max_prompt_length": 32},
-            "eval": {**BASE["eval"], "prompts_per_domain": 4}}
+    return trained(tiny_model) | {"train": {**BASE["train"], "steps": 2}}
 
 
 USER = """
@@ -255,7 +260,7 @@ def test_a_users_strategy_is_one_line_of_yaml(inline, tmp_path, monkeypatch):
 
 
 def test_a_failing_arm_is_told_and_the_rest_goes_on_and_shards_are_the_whole(inline, tmp_path, capsys):
-    arms = {"baseline": {}, "broken": {"strategies": ["no_such"]}, "other": {"algorithm": {"advantage": "dr_grpo"}}}
+    arms = {"baseline": {}, "broken": {"strategies": ["no_such"]}, "other": {"strategies": ["difffilter"]}}
     path = tmp_path / "cmp.yaml"
     path.write_text(yaml.safe_dump({"base": inline, "arms": arms, "seeds": 2}, sort_keys=False))
     run = lambda folder, *more: cli.main(["compare", str(path), "--run-dir", str(tmp_path / folder), *more])  # noqa: E731
@@ -280,10 +285,11 @@ def test_a_failing_arm_is_told_and_the_rest_goes_on_and_shards_are_the_whole(inl
 
 @pytest.mark.parametrize("unit", ["generated", "updated"])
 def test_a_budget_of_tokens_ends_a_run_at_the_first_step_that_reaches_it(inline, tmp_path, unit):
-    text = {"base": inline, "arms": {"baseline": {}, "other": {"algorithm": {"loss_denominator": "all"}}}, "seeds": 1}
+    text = {"base": inline, "arms": {"baseline": {}, "other": {"strategies": ["difffilter"]}}, "seeds": 1}
     (tmp_path / "cmp.yaml").write_text(yaml.safe_dump(text))
     told = command.run(specs.load(tmp_path / "cmp.yaml", budget=f"{unit}=150", run_dir=str(tmp_path / "out")))
     assert not told.found.refused and not told.found.failed, (told.found.refused, told.found.failed)
+    assert set(told.found.records) == {("baseline", 0), ("other", 0)}
     totals = [r[f"tokens/{unit}_total"] for r in told.found.records["other", 0] if r["step"]]
     assert totals[-1] >= 150 > totals[-2] and told.found.records["other", 0][-1]["eval/mean"] is not None
 
@@ -303,10 +309,10 @@ def processes_of(folder: Path) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_anywhere_the_next_start_yields_the_same_table(tiny_model, tmp_path, tmp_path_factory):
     """SIGKILL of the command while a run trains: its worker dies with it, and the same command ends in the same table."""
-    base = {**BASE, "model": {"path": str(tiny_model)}, "data": {"domains": {"sums": BASE["data"]["domains"]["sums"]}, "max_prompt_length": 32}}
     path = tmp_path / "cmp.yaml"
-    path.write_text(yaml.safe_dump({"base": base, "arms": {"baseline": {}, "dr": {"algorithm": {"advantage": "dr_grpo"}}}, "seeds": 2}))
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla")}
+    path.write_text(yaml.safe_dump({"base": trained(tiny_model), "arms": {"baseline": {}, "dr": {"algorithm": {"advantage": "dr_grpo"}}}, "seeds": 2}))
+    search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"), "PYTHONPATH": search}
     start = lambda folder, *more: subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "compare", str(path), "--run-dir", str(tmp_path / folder), *more],  # noqa: E731
                                                    env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     mine = tmp_path / "mine"
@@ -347,6 +353,7 @@ def test_a_worker_that_is_lost_costs_its_run_only(tmp_path, monkeypatch):
             self.task = task
             if task == ("x", 0):
                 self.dead = True
+                os.write(self.write, b" ")  # wakes the reader, as a closed pipe does
             else:
                 write_run(spec, *task)
                 self.say(finished=True)
@@ -357,14 +364,6 @@ def test_a_worker_that_is_lost_costs_its_run_only(tmp_path, monkeypatch):
         def end(self, grace=0.0):
             super().end()
             return "killed by SIGKILL (out of memory?)"
-
-        def say(self, **message):
-            super().say(**message)
-
-        def fileno(self):
-            if getattr(self, "dead", False):
-                os.write(self.write, b" ")
-            return self.read
 
     monkeypatch.setattr(runner, "Worker", Dying)
     told = command.run(spec)
