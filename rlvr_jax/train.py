@@ -27,10 +27,11 @@ from rlvr_jax import strategies as strategy_room
 from rlvr_jax.advantages import advantages
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.config import Config
+from rlvr_jax.critic import make_critic
 from rlvr_jax.evaluate import evaluate
 from rlvr_jax.rollout.book import Finished
 from rlvr_jax.run_folder import only_one, refuse_changes
-from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
+from rlvr_jax.state import abstract_state, init_state, policy_optimizer, weights_sha256
 from rlvr_jax.strategies.mix import Mixer, build_mixer
 from rlvr_jax.types import Rollout, TrainState, UpdateBatch
 from rlvr_jax.update import make_update
@@ -94,7 +95,7 @@ class _Loop:
         self.parts, self.run_dir = parts, Path(config.run_dir or "runs/default")
         self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
         self.compiles = observe.CompileCount()
-        self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
+        self.optimizer, self.critic = policy_optimizer(config), make_critic(config, parts.model)
         self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
         self.engine = parts.engine(record_entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
@@ -162,7 +163,7 @@ class _Loop:
         """Fresh state, or the newest checkpoint's."""
         parts, config = self.parts, self.config
         host = self._fresh_host()
-        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh)
+        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
@@ -178,7 +179,7 @@ class _Loop:
         metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
         metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
         parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
-        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
+        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
     def _fresh_host(self) -> dict[str, Any]:
