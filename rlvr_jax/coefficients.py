@@ -72,7 +72,7 @@ def make_coefficients(batch: UpdateBatch, step: Array, strategy_state: Any, algo
 
     fresh = batch.policy_step == step
     on_policy = jnp.zeros(B, bool) if truncates else fresh
-    if value is not None:  # the critic learns from dropped rows too
+    if value is not None and returns is not None:  # the critic learns from dropped rows too
         plan = Coefficients(advantage, weight, mask, jnp.any(mask, 1), on_policy, fresh, value, returns)
         return plan, strategy_state, _metrics(plan, effective, batch, G, domains) | start_metrics(value, returns, mask)
     has_loss = (advantage != 0) if not _regularised(algo) else jnp.ones(B, bool)

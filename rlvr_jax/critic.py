@@ -143,13 +143,14 @@ def value_loss(head: Head, hidden: Array, old: Array, returns: Array, scale: Arr
     live, fixed = scale > 0, jax.lax.stop_gradient(hidden)
     hidden = fixed + settings.coef * (hidden - fixed) if settings.coef else fixed
     value = values_of(head, hidden)
-    error = (value - returns) ** 2
-    clipped = error
-    if settings.value_clip is not None:
-        clipped = (old + jnp.clip(value - old, -settings.value_clip, settings.value_clip) - returns) ** 2
-    loss = jnp.where(live, jnp.maximum(error, clipped) / 2, 0)
+    error, moved = (value - returns) ** 2, value - old
+    # Chosen by the distance, not by which error is larger: within the bounds the two differ by rounding.
+    far = jnp.abs(moved) > (jnp.inf if settings.value_clip is None else settings.value_clip)
+    bounded = (old + jnp.sign(moved) * (settings.value_clip or 0) - returns) ** 2
+    clipped = far & (bounded > error)
+    loss = jnp.where(live, jnp.where(clipped, jax.lax.stop_gradient(bounded), error) / 2, 0)
     count = jnp.sum(live, dtype=jnp.float32)
-    stats = {"value/loss": (jnp.sum(loss), count), "value/clip_fraction": (jnp.sum(live & (clipped > error), dtype=jnp.float32), count)}
+    stats = {"value/loss": (jnp.sum(loss), count), "value/clip_fraction": (jnp.sum(live & clipped, dtype=jnp.float32), count)}
     return jnp.sum(loss * scale), jax.lax.stop_gradient(stats)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlvr_jax.config import Config, ConfigError
+from rlvr_jax.config import Config, ConfigError, validate
 
 # Sections that may change between a run and its continuation; any other change would make it another experiment.
 MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
@@ -26,11 +26,13 @@ def only_one(run_dir: Path) -> Iterator[None]:
 
 
 def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
-    """A run folder goes on with the config it began with.
+    """A run folder goes on with the config it began with. A field that did not exist then had its default's meaning.
 
     Raises:
       ConfigError: names the fields that differ and may not.
     """
+    with contextlib.suppress(ConfigError):  # a field that exists no longer: it is named below
+        saved = validate(saved).model_dump(mode="json")
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and not k.startswith((*MAY_CHANGE, "sft.")))
     if changed:

@@ -72,7 +72,9 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     configs.check_for_training(config)
     assert config.run_dir is not None
     # Before a folder is made: what can be refused by its name alone.
-    strategy_room.build(list(config.strategies if strategies is None else strategies))
+    strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
+    if strategy.needs_groups and config.rollout.samples_per_prompt < 2:
+        raise configs.ConfigError("strategies: they compare the samples of one prompt, and rollout.samples_per_prompt is 1; use at least 2, or strategies of single rows")
     build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
     with only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
         return loop.run()
@@ -295,10 +297,12 @@ def _observe(mixer: Mixer, state: Any, estimator: str, reward: np.ndarray, valid
     """Tells the mixer of this step's fresh groups, before any replay: ``reward, valid [N, G]``, ``domain [N]``."""
     if mixer.signal is None:
         return state
-    advantage = np.asarray(_advantages(estimator, reward, valid))
+    seen = {"reward": reward, "valid": valid}
+    if estimator != "gae":  # a critic's advantages come later, in the update; mixers that read them are refused
+        seen["advantage"] = np.asarray(_advantages(estimator, reward, valid))
     for d in np.unique(domain):
         of = domain == d
-        state = mixer.observe(state, int(d), {"reward": reward[of], "advantage": advantage[of], "valid": valid[of], "step": step})
+        state = mixer.observe(state, int(d), {name: x[of] for name, x in seen.items()} | {"step": step})
     return state
 
 

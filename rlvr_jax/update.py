@@ -117,7 +117,7 @@ def gradients(params: Any, batch: UpdateBatch, plan: Coefficients, rows: Array, 
                  "sampler_logprob": batch.logprob} | ({} if old is None else {"old_logprob": old})
     per_row = {"on_policy": plan.on_policy, "fresh": plan.fresh}
     (per_row if plan.advantage.ndim == 1 else per_token)["advantage"] = plan.advantage
-    if head is not None:
+    if head is not None and plan.value is not None and plan.returns is not None:
         learned = (plan.mask & rows[:, None]).astype(jnp.float32)  # whatever a strategy drops, the critic learns
         per_token |= {"value": plan.value, "returns": plan.returns, "value_scale": learned / jnp.maximum(jnp.sum(learned), 1)}
     chunks = gather(layout, batch.tokens, per_token, per_row)

@@ -8,6 +8,8 @@ from update_cases import a_batch
 
 from rlvr_jax import config as C
 from rlvr_jax import critic
+from rlvr_jax.run_folder import refuse_changes
+from rlvr_jax.train import train
 from rlvr_jax.types import response_mask
 
 
@@ -82,7 +84,7 @@ def test_value_loss_and_gradient_in_float64(clip):
     for i in range(n):
         rms = np.sqrt(np.mean(hidden[i] ** 2) + 1e-6)
         value = hidden[i] @ weight / D / rms + 0.1
-        near = value if clip is None else old[i] + np.clip(value - old[i], -clip, clip)
+        near = value if clip is None or abs(value - old[i]) <= clip else old[i] + np.clip(value - old[i], -clip, clip)
         error, bounded = (value - returns[i]) ** 2, (near - returns[i]) ** 2
         wanted += scale[i] / 2 * max(error, bounded)
         clipped += scale[i] > 0 and bounded > error
@@ -143,3 +145,20 @@ def test_what_makes_no_sense_with_a_critic_is_refused_before_training(overrides,
 def test_a_critic_needs_no_groups():
     C.check_for_training(C.load(None, ["algorithm.advantage=gae", "rollout.samples_per_prompt=1"]))
     C.check_for_training(C.load(None, ["algorithm.advantage=gae", "replay.kind=popo", "data.mixer.name=tscl", "data.prompts.kind=mopps"]))
+
+
+def test_strategies_that_compare_samples_need_some(tmp_path):
+    tree = {"algorithm": {"advantage": "gae"}, "rollout": {"samples_per_prompt": 1}, "run_dir": str(tmp_path / "run")}
+    with pytest.raises(C.ConfigError, match="strategies: they compare the samples of one prompt"):
+        train({**tree, "strategies": ["difffilter"]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_begun_before_there_was_a_critic_goes_on():
+    config = C.load(None, ["replay.capacity=4"])
+    saved = config.model_dump(mode="json")
+    del saved["algorithm"]["critic"], saved["algorithm"]["off_policy"], saved["replay"]["reservoir"], saved["dynamic_sampling"]
+    refuse_changes(saved, config)
+    saved["algorithm"]["advantage"] = "rloo"
+    with pytest.raises(C.ConfigError, match="begun with algorithm"):
+        refuse_changes(saved, config)
