@@ -148,10 +148,12 @@ class Collector:
         reward, correct, valid = (x.reshape(-1, G) for x in (g.reward, g.correct, g.valid))
         domain = np.array([r.domain for r in g.rows], np.int32)
         if of.signal is not None:
-            advantage = np.asarray(_advantages(self.config.algorithm.advantage, reward, valid))
+            seen = {"reward": reward, "valid": valid}
+            if self.config.algorithm.advantage != "gae":  # a critic's advantages come later, in the update; mixers that read them are refused
+                seen["advantage"] = np.asarray(_advantages(self.config.algorithm.advantage, reward, valid))
             for d in np.unique(domain):
                 here = domain == d
-                mixer = of.observe(mixer, int(d), {"reward": reward[here], "advantage": advantage[here], "valid": valid[here], "step": step})
+                mixer = of.observe(mixer, int(d), {name: x[here] for name, x in seen.items()} | {"step": step})
         if "prompts" in host:
             ids = np.array([r.prompt_id for r in g.rows], np.int32)
             host = host | {"prompts": self.chooser.observe(host["prompts"], ids, (correct & valid).sum(1), valid.sum(1), step)}

@@ -184,8 +184,29 @@ class Pool(Strict):
     """Address space a worker may take on top of what its imports took; 0 = no limit."""
 
 
+class Critic(Strict):
+    """PPO's value head and its loss (``rlvr_jax/critic.py``)."""
+
+    learning_rate: float = pydantic.Field(1e-2, gt=0)
+    """Of the value head alone: about as far as a value may move in one update, at any model width. Rewards are of size 1."""
+    gamma: float = pydantic.Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = pydantic.Field(1.0, ge=0, le=1)
+    """GAE's lambda; 1: the return itself less the value (arXiv 2503.24290). Below, a reward reaches back 1 / (1 - lam) tokens
+    until the critic carries it further."""
+    value_clip: float | None = pydantic.Field(0.2, gt=0)
+    """A value's loss counts moves of up to this much since the step began; null = no clipping."""
+    coef: float = pydantic.Field(0.1, ge=0)
+    """Weight of the value loss in the gradient of the decoder that critic and policy share; 0: only the head learns values."""
+    warmup_steps: int = pydantic.Field(0, ge=0)
+    """Steps at the start in which only the value head learns."""
+
+
 class Algorithm(Strict):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gae"] = "grpo"
+    """gae is PPO (arXiv 1707.06347): a critic gives every token a value; groups are not needed."""
+    critic: Critic | None = None
+    """Of gae alone; null: its defaults."""
     restandardise: bool = False
     """Standardise again within the rows that selection kept (as GFPO and PODS do)."""
     objective: Literal["clip", "gspo", "cispo"] = "clip"
@@ -221,7 +242,14 @@ class Algorithm(Strict):
     def _kl(self) -> Self:
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("'kl_in_reward' needs kl_coef > 0")
+        if self.critic is not None and self.advantage != "gae":
+            raise ValueError(f"'critic' is of advantage 'gae' alone, and this is '{self.advantage}'; remove one of them")
         return self
+
+    @property
+    def value(self) -> Critic | None:
+        """The critic's settings; None where the advantage has no critic."""
+        return (self.critic or Critic()) if self.advantage == "gae" else None
 
 
 class Optimizer(Strict):
@@ -386,12 +414,27 @@ def check_for_training(config: Config) -> None:
     """Combinations that only training refuses (evaluation and generation allow them).
 
     Raises:
-      ConfigError: temperature 0, a single sample per group, or group-size misfits.
+      ConfigError: temperature 0, one sample per prompt where samples are compared, a critic's warm-up without an end.
     """
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature: 0 samples one answer only and has no policy gradient; use a value > 0 (1.0 is usual)")
+    critic, steps = config.algorithm.value, config.train.steps
     if config.rollout.samples_per_prompt < 2:
-        raise ConfigError("rollout.samples_per_prompt: 1 gives every group advantage 0; use at least 2 (8 is usual)")
+        _check_single_samples(config)
+    if critic is not None and config.data.mixer.name == "dump_ucb":
+        raise ConfigError("data.mixer.name: dump_ucb reads the advantages of groups, and advantage 'gae' has none; use static, reward_gap or tscl")
+    if critic is not None and steps and critic.warmup_steps >= steps:
+        raise ConfigError(f"algorithm.critic.warmup_steps: {critic.warmup_steps} of train.steps {steps} leave no step to the policy; use fewer")
+
+
+def _check_single_samples(config: Config) -> None:
+    if config.algorithm.value is None:
+        raise ConfigError("rollout.samples_per_prompt: 1 gives every group advantage 0; use at least 2 (8 is usual), or advantage 'gae'")
+    compares = [("replay", config.replay is not None), ("dynamic_sampling", config.dynamic_sampling is not None),
+                ("data.prompts.kind: greso", config.data.prompts.kind == "greso")]
+    for what, present in compares:
+        if present:
+            raise ConfigError(f"{what} compares the samples of one prompt, and rollout.samples_per_prompt is 1; use at least 2, or leave it out")
 
 
 class _Loader(yaml.SafeLoader):

@@ -73,12 +73,12 @@ def only_one(run_dir: str, writer: bool = True) -> Iterator[RunFolder]:
 
 
 def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
-    """A run folder goes on with the config it began with.
+    """A run folder goes on with the config it began with. A field that did not exist then had its default's meaning.
 
     Raises:
       ConfigError: names the fields that differ and may not.
     """
-    with contextlib.suppress(ConfigError):  # a field that came after the run began has its default in it
+    with contextlib.suppress(ConfigError):  # a field newer than the run has its default in it; one that exists no longer is named below
         saved = validate(saved).model_dump(mode="json")
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and not k.startswith((*MAY_CHANGE, "sft.")))

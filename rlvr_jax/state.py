@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
+from rlvr_jax.config import Config
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, param_axes
 from rlvr_jax.sharding import named, shardings
@@ -34,30 +35,48 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
         optax.adamw(schedule, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=decayed))
 
 
-def init_state(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:
-    """A state whose optimizer moments are laid out like the parameters; nothing exists unsharded."""
-    out = state_shardings(jax.eval_shape(lambda p: p, params), model, optimizer, strategy, mesh)
-    make = jax.jit(lambda p: (optimizer.init(p), strategy.init(), jnp.zeros((), jnp.int32)),
-                   out_shardings=(out.opt_state, out.strategy_state, out.step))
-    opt_state, strategy_state, step = make(params)
-    return TrainState(step=step, params=params, opt_state=opt_state, strategy_state=strategy_state)
+def policy_optimizer(config: Config) -> optax.GradientTransformation:
+    """The policy's: its schedule ends with the run. The critic's warm-up is no update of the policy."""
+    critic = config.algorithm.value
+    return make_optimizer(config.optimizer, (config.train.steps - (critic.warmup_steps if critic else 0)) * config.train.updates_per_batch)
 
 
-def state_shardings(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:
-    """A TrainState of shardings for parameters of these shapes."""
+def init_state(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,
+               critic: Any = None) -> TrainState:
+    """A state whose optimizer moments are laid out like the parameters; nothing exists unsharded.
+
+    Args:
+      critic: a :class:`rlvr_jax.critic.Critic`, or None.
+    """
+    out = state_shardings(jax.eval_shape(lambda p: p, params), model, optimizer, strategy, mesh, critic)
+    make = jax.jit(lambda p: (optimizer.init(p), strategy.init(), jnp.zeros((), jnp.int32), _init(critic)),
+                   out_shardings=(out.opt_state, out.strategy_state, out.step, out.critic))
+    opt_state, strategy_state, step, of_critic = make(params)
+    return TrainState(step=step, params=params, opt_state=opt_state, strategy_state=strategy_state, critic=of_critic)
+
+
+def _init(critic: Any) -> Any:
+    return None if critic is None else critic.init()
+
+
+def state_shardings(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,
+                    critic: Any = None) -> TrainState:
+    """A TrainState of shardings for parameters of these shapes. A value head is small and whole on every device."""
     of_params, whole = shardings(mesh, param_axes(model), params), named(mesh)
     opt_shape = jax.eval_shape(optimizer.init, params)
     of_opt = optax.tree_utils.tree_map_params(optimizer, lambda _, s: s, opt_shape, of_params, transform_non_params=lambda _: whole)
     return TrainState(step=whole, params=of_params, opt_state=of_opt,  # type: ignore[arg-type]  # a tree of shardings
-                      strategy_state=jax.tree.map(lambda _: whole, jax.eval_shape(strategy.init)))
+                      strategy_state=jax.tree.map(lambda _: whole, jax.eval_shape(strategy.init)),
+                      critic=jax.tree.map(lambda _: whole, jax.eval_shape(lambda: _init(critic))))
 
 
-def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:
+def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,
+                   critic: Any = None) -> TrainState:
     """The state's shapes with the shardings they are restored to."""
     params = abstract_params(model)
     shapes = TrainState(step=jax.eval_shape(lambda: jnp.zeros((), np.int32)), params=params, opt_state=jax.eval_shape(optimizer.init, params),
-                        strategy_state=jax.eval_shape(strategy.init))
-    where = state_shardings(params, model, optimizer, strategy, mesh)
+                        strategy_state=jax.eval_shape(strategy.init), critic=jax.eval_shape(lambda: _init(critic)))
+    where = state_shardings(params, model, optimizer, strategy, mesh, critic)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
 

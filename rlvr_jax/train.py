@@ -29,10 +29,11 @@ from rlvr_jax import strategies as strategy_room
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.collect import Collector
 from rlvr_jax.config import Config
+from rlvr_jax.critic import make_critic
 from rlvr_jax.evaluate import evaluate
 from rlvr_jax.records import write_json
 from rlvr_jax.run_folder import RunFolder, only_one, refuse_changes
-from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
+from rlvr_jax.state import abstract_state, init_state, policy_optimizer, weights_sha256
 from rlvr_jax.strategies.mix import build_mixer
 from rlvr_jax.types import TrainState
 from rlvr_jax.update import make_update
@@ -75,7 +76,9 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     configs.check_for_training(config)
     assert config.run_dir is not None
     # Before a folder is made: what can be refused by its name alone.
-    strategy_room.build(list(config.strategies if strategies is None else strategies))
+    strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
+    if strategy.needs_groups and config.rollout.samples_per_prompt < 2:
+        raise configs.ConfigError("strategies: they compare the samples of one prompt, and rollout.samples_per_prompt is 1; use at least 2, or strategies of single rows")
     build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
     with (only_one(config.run_dir, distributed.first()) as folder, part.build(config, rewards, programs) as parts,
           Watchdog(config.train.step_limit_seconds) as watchdog, _Loop(parts, strategies, folder, watchdog) as loop):
@@ -99,7 +102,7 @@ class _Loop:
         self.parts, self.folder, self.run_dir, self.watchdog, self.first = parts, folder, folder.local, watchdog, distributed.first()
         self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
         self.compiles = observe.CompileCount()
-        self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
+        self.optimizer, self.critic = policy_optimizer(config), make_critic(config, parts.model)
         make = lambda: make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)  # noqa: E731
         self.update = parts.program(compiled_in(config), make) if strategies is None else make()
         self.collector = Collector(parts, entropy=self.strategy.needs_entropy)
@@ -186,7 +189,7 @@ class _Loop:
         parts, config = self.parts, self.config
         distributed.require_equal({"the config": config, "the versions": metric.versions(), "the data": parts.dataset.fingerprint})
         host = self.collector.init()
-        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh)
+        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
@@ -203,7 +206,7 @@ class _Loop:
             metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
             metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
             parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
-        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
+        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
         identity = pairing.identity(config, weights_sha256(state.params), parts.dataset.eval)
         if self.first:
             write_json(self.run_dir / pairing.FILE, identity)
@@ -286,7 +289,7 @@ class _Loop:
 
 def compiled_in(config: Config) -> str:
     """All of a config that may be part of its compiled update; the seed is not, nor how long the run lasts at a constant rate."""
-    host = {"save_every", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens"}
+    host = {"save_every", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens", "step_limit_seconds"}
     train = host | ({"steps"} if config.optimizer.schedule == "constant" else set())
     tree = config.model_dump(mode="json", exclude={"train": train} | dict.fromkeys(("seed", "run_dir", "data", "rewards", "pool", "eval", "sft"), True))
     return json.dumps([tree, list(config.data.domains), config.data.max_prompt_length])

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "rlvr_jax"
 TIERS = (
     {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random", "exit_codes", "watchdog", "remote", "distributed"},
     {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling", "pairing"},
-    {"losses", "rollout", "report", "coefficients", "scoring", "state"},
+    {"losses", "rollout", "report", "coefficients", "critic", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
     {"step_metrics"},
     {"collect"},
