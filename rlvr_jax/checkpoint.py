@@ -36,6 +36,7 @@ class Checkpoints:
         self.folder = epath.Path(run_dir if is_remote(run_dir) else Path(run_dir).absolute()) / "checkpoints"
         best = keep.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
+            best_fn=_accuracy,  # without it metrics are not written, and the best is forgotten at the next start
             preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(max_to_keep), best]),
             cleanup_tmp_directories=not read_only, enable_async_checkpointing=not read_only, read_only=read_only, create=not read_only)
         self.manager = ocp.CheckpointManager(self.folder, options=options)

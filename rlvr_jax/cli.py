@@ -60,7 +60,7 @@ def console() -> None:
     try:
         code = main()
     except SystemExit as e:  # argparse
-        code = e.code if isinstance(e.code, int) else exit_codes.MEND
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else exit_codes.MEND
     except BaseException:
         traceback.print_exc()
     if code not in (0, exit_codes.STOPPED) and _joined():

@@ -19,7 +19,8 @@ from rlvr_jax.config import ConfigError
 
 JOIN_SECONDS = 300
 HEARTBEAT_SECONDS = 100
-"""Silence after which the coordinator declares a process dead; the others then end too."""
+"""Silence after which the coordinator declares a process dead, and jax ends the others; ``$RLVR_HEARTBEAT_SECONDS`` where
+machines pause for longer."""
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
 
@@ -119,7 +120,7 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(cluster.coordinator, cluster.processes if cluster.coordinator else None, cluster.process,
-                                   initialization_timeout=JOIN_SECONDS, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+                                   initialization_timeout=JOIN_SECONDS, heartbeat_timeout_seconds=_number(os.environ, "RLVR_HEARTBEAT_SECONDS") or HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as e:
         raise LostProcess(f"the other processes cannot be joined within {JOIN_SECONDS} s ({_line(e)}); coordinator {cluster.coordinator or 'found by jax'}: "
                           "is process 0 running, is its port open, does every process have a number of its own?") from None
