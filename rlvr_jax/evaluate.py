@@ -89,8 +89,8 @@ def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Ca
             texts = response_texts(rollout, decode)
             _, correct, valid = judge([r for r in batch for _ in range(samples)], texts)
             counts = (np.sum(correct & valid), np.sum(valid), len(texts), np.sum(rollout.response_length), np.sum(rollout.truncated))
-            totals = dict(zip(Score._fields, (a + int(b) for a, b in zip(score[:5], counts, strict=True))))
-            score = score._replace(**totals, prompts=score.prompts + _prompts(texts, correct, valid, samples))
+            totals = [a + int(b) for a, b in zip(score[:5], counts)]
+            score = Score._make([*totals, score.prompts + _prompts(texts, correct, valid, samples)])
             on_batch(len(batch))
         out[name] = score
     engine.release()

@@ -161,6 +161,16 @@ def test_another_experiment_in_a_folder_is_refused(made):
     assert collect(longer).missing == tuple(longer.runs), "a larger budget goes on with the same runs"
 
 
+def test_a_schedule_is_not_stretched(tmp_path):
+    arms = {a: {"optimizer": {"schedule": "linear"}, **changes} for a, changes in ARMS.items()}
+    spec = load(tmp_path, arms, seeds=1)
+    for arm, seed in spec.runs:
+        write_run(spec, arm, seed)
+    assert not collect(spec).refused
+    assert all("was begun with train.steps=4, now 6" in why for why in collect(load(tmp_path, arms, seeds=1, budget="updates=6")).refused.values())
+    assert len(collect(load(tmp_path, arms, seeds=1, budget="updates=6")).refused) == 3
+
+
 def test_edited_user_code_is_noticed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("A = 1")

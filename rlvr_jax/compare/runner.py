@@ -62,8 +62,12 @@ def finished(config: Config) -> bool:
     """
     assert config.run_dir is not None
     folder = Path(config.run_dir)
-    if saved := page.read_text(folder / "config.yaml"):
-        refuse_changes(configs.read_yaml(saved), config)
+    if text := page.read_text(folder / "config.yaml"):
+        saved = configs.read_yaml(text)
+        refuse_changes(saved, config)
+        if config.optimizer.schedule != "constant" and saved["train"]["steps"] != config.train.steps:
+            raise ConfigError(f"{folder} was begun with train.steps={saved['train']['steps']}, now {config.train.steps}, and its learning rate follows them"
+                              f" (optimizer.schedule: {config.optimizer.schedule}); choose another --run-dir")
     began = page.read_json(folder / pairing.FILE).get("code", {})
     if changed := [module for module, sha in pairing.code(config).items() if began.get(module, sha) != sha]:
         raise ConfigError(f"the file of '{changed[0]}' has changed since {folder} was begun; remove that folder, or choose another --run-dir")
