@@ -116,7 +116,7 @@ class Writer:
             lines = [line({"step": int(step), **finite(row)[0]}) for row in rows]
             self._append("samples.jsonl", b"".join(lines))
 
-    def write_prompts(self, step: int, prompt_ids: Iterable[int], domains: Iterable[str] = ()) -> None:
+    def write_prompts(self, step: int, prompt_ids: Iterable[int], domains: Iterable[str]) -> None:
         """The prompts of a step in order, and the domain of each: what a resumed or a paired run must repeat exactly."""
         if self.enabled:
             self._append("prompts.jsonl", line({"step": int(step), "prompt_ids": [int(i) for i in prompt_ids], "domains": list(domains)}))
