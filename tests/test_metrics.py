@@ -78,8 +78,8 @@ def test_resume_removes_what_the_killed_run_left_beyond_its_checkpoint(tmp_path)
         for step in range(5, 10):
             writer.write(step, {"x": -step})
             writer.write_samples(step, [{"response": f"new {step}"}])
-            writer.write_prompts(step, [step, 7])
-    assert lines(tmp_path / "prompts.jsonl") == [{"step": step, "prompt_ids": [step, 7]} for step in range(10)]
+            writer.write_prompts(step, [step, 7], ["a", "b"])
+    assert lines(tmp_path / "prompts.jsonl") == [{"step": step, "prompt_ids": [step, 7], "domains": ["a", "b"] if step > 4 else []} for step in range(10)]
     expected = [0, 1, 2, 3, 4, -5, -6, -7, -8, -9]
     assert [r["x"] for r in lines(tmp_path / "metrics.jsonl")] == expected
     assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(10))
