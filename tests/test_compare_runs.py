@@ -269,28 +269,71 @@ def test_a_users_strategy_is_one_line_of_yaml(inline, tmp_path, monkeypatch):
     assert 0 < kept[-1] <= 1 and "mine_too" in json.loads(Path("runs/cmp/runs/mine/seed0/pairing.json").read_text())["code"]
 
 
-def test_a_failing_arm_is_told_and_the_rest_goes_on_and_shards_are_the_whole(inline, tmp_path, capsys):
-    arms = {"baseline": {}, "broken": {"strategies": ["no_such"]}, "other": {"strategies": ["difffilter"]}}
-    path = tmp_path / "cmp.yaml"
-    path.write_text(yaml.safe_dump({"base": inline, "arms": arms, "seeds": 2}, sort_keys=False))
-    run = lambda folder, *more: cli.main(["compare", str(path), "--run-dir", str(tmp_path / folder), *more])  # noqa: E731
-    assert run("whole") == 2
-    printed = capsys.readouterr()
-    assert "failed: unknown strategy 'no_such'" in printed.err and "(broken seed 0, broken seed 1)" in printed.err
-    assert "broken: no finished run" in printed.out and {r["arm"] for r in table_of(tmp_path / "whole")} == {"baseline", "other"}
-    assert "no_such" in json.loads((tmp_path / "whole" / "runs" / "broken" / "seed1" / "failure.json").read_text())["reason"]
-    assert run("parts", "--arms", "other", "--shard", "1/2") == 0
-    assert "2 runs are not finished yet (baseline seed 0, other seed 0)" in capsys.readouterr().err
-    shutil.move(tmp_path / "parts" / "runs" / "other" / "seed1", tmp_path / "elsewhere")  # as if made on another machine
-    shutil.rmtree(tmp_path / "parts" / "runs" / "baseline")
-    assert run("parts", "--arms", "other", "--shard", "0/2") == 0
-    shutil.move(tmp_path / "elsewhere", tmp_path / "parts" / "runs" / "other" / "seed1")
-    shutil.copytree(tmp_path / "whole" / "runs" / "baseline" / "seed1", tmp_path / "parts" / "runs" / "baseline" / "seed1")
-    capsys.readouterr()
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "parts" / "runs").rglob("*") if p.is_file()}
-    assert run("parts", "--arms", "other", "--report-only") == 0
-    assert table_of(tmp_path / "parts") == table_of(tmp_path / "whole")
-    assert run("parts", "--arms", "other") == 0 and before == {p: p.stat().st_mtime_ns for p in before}, "what is finished is not touched"
+class Pretend(Inline):
+    """A worker that writes down finished runs at once; arms with a strategy of no name fail, and arm 'lost' takes its process along."""
+
+    spec: specs.Spec
+    made: list = []  # noqa: RUF012
+
+    def start(self, task, config):
+        self.task = task
+        if task[0] == "lost":
+            self.dead = True
+            os.write(self.write, b" ")  # wakes the reader, as a closed pipe does
+        elif "no_such" in config["strategies"]:
+            self.say(reason="unknown strategy 'no_such'")
+        else:
+            self.made.append(task)
+            write_run(self.spec, *task, score=0.4 + 0.1 * len(task[0]))
+            self.say(finished=True)
+
+    def receive(self):
+        return None if getattr(self, "dead", False) else super().receive()
+
+    def end(self, grace=0.0):
+        super().end()
+        return "killed by SIGKILL (out of memory?)"
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+    """``run(arms, folder, ...)``: a comparison by workers that only pretend; its runs are counted in ``Pretend.made``."""
+    monkeypatch.setattr(runner, "Worker", Pretend)
+    monkeypatch.setattr(Pretend, "made", [])
+
+    def run(arms, folder, shard=None, **more):
+        Pretend.spec = load(tmp_path, arms, seeds=2)._replace(folder=tmp_path / folder)
+        return command.run(Pretend.spec, shard=shard, **more)
+
+    return run
+
+
+def test_failing_and_lost_arms_are_told_and_the_rest_goes_on(pretend, tmp_path, capsys):
+    told = pretend({"baseline": {}, "broken": {"strategies": ["no_such"]}, "lost": {"strategies": ["ar"]}, "other": {"strategies": ["per"]}}, "whole")
+    assert set(told.found.failed) == {("broken", 0), ("broken", 1), ("lost", 0), ("lost", 1)} and told.comparison.table.arms == ("baseline", "other")
+    assert Pretend.made == [("baseline", 0), ("other", 0), ("baseline", 1), ("other", 1)], "pair by pair, each once"
+    lines = command.problems(told.found)
+    assert lines[0] == "failed: unknown strategy 'no_such' (broken seed 0, broken seed 1)" and "its process was lost: killed by SIGKILL" in lines[1]
+    assert any(note.startswith("broken, lost: no finished run") for note in told.comparison.notes)
+    reason = json.loads((tmp_path / "whole" / "runs" / "broken" / "seed1" / "failure.json").read_text())["reason"]
+    assert reason == "unknown strategy 'no_such'" and "broken seed 0: failed: unknown strategy" in capsys.readouterr().err
+    Pretend.made.clear()
+    mended = pretend({"baseline": {}, "broken": {"strategies": ["ar"]}, "other": {"strategies": ["per"]}}, "whole")
+    assert Pretend.made == [("broken", 0), ("broken", 1)] and not mended.found.failed, "tried again, and nothing else is"
+
+
+def test_two_shards_are_the_whole(pretend, tmp_path):
+    pretend(ARMS, "whole")
+    first = pretend(ARMS, "here", "0/2")
+    assert {seed for _, seed in Pretend.made[6:]} == {0} and first.comparison.table.pairs == ("0",)
+    assert command.unfinished(first.found) == "3 runs are not finished yet (baseline seed 1, x seed 1, ucb seed 1)"
+    pretend(ARMS, "there", "1/2")
+    shutil.copytree(tmp_path / "there" / "runs", tmp_path / "here" / "runs", dirs_exist_ok=True)
+    made = list(Pretend.made)
+    merged = pretend(ARMS, "here", train=False)
+    for name in ("results.csv", "results.json", "results.md"):
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert not command.unfinished(merged.found) and pretend(ARMS, "here").report and Pretend.made == made, "what is finished is not made again"
 
 
 @pytest.mark.parametrize("unit", ["generated", "updated"])
@@ -317,68 +360,40 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_killed_anywhere_the_next_start_yields_the_same_table(tiny_model, tmp_path, tmp_path_factory):
+def test_killed_anywhere_the_next_start_yields_the_same_table(inline, tmp_path, tmp_path_factory):
     """SIGKILL of the command while a run trains: its worker dies with it, and the same command ends in the same table."""
     path = tmp_path / "cmp.yaml"
-    path.write_text(yaml.safe_dump({"base": trained(tiny_model), "arms": {"baseline": {}, "dr": {"algorithm": {"advantage": "dr_grpo"}}}, "seeds": 2}))
+    path.write_text(yaml.safe_dump({"base": inline | {"train": BASE["train"]}, "arms": {"baseline": {}, "other": {"strategies": ["difffilter"]}}, "seeds": 2}))
     search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"), "PYTHONPATH": search}
-    start = lambda folder, *more: subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "compare", str(path), "--run-dir", str(tmp_path / folder), *more],  # noqa: E731
-                                                   env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    mine = tmp_path / "mine"
-    running = mine / "runs" / "dr" / "seed0"
-    process = start("mine")
+    mine, whole = tmp_path / "mine", tmp_path / "whole"
+    running = mine / "runs" / "other" / "seed0"
+    start = lambda: subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "compare", str(path), "--run-dir", str(mine)],  # noqa: E731
+                                     env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start()
     while runner.last_record(running / "metrics.jsonl").get("step", 0) < 1 and process.poll() is None:
-        time.sleep(0.02)
+        time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (running / "summary.json").exists()
     deadline = time.monotonic() + 60
     while processes_of(mine) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.2)
     assert not processes_of(mine), "the worker outlived the command"
     first = json.loads((mine / "runs" / "baseline" / "seed0" / "summary.json").read_text())
-    again, whole = start("mine"), start("whole")
-    for done in (again, whole):
-        _, error = done.communicate(timeout=1500)
-        assert done.returncode == 0, error
-    assert table_of(mine) == table_of(tmp_path / "whole")
+    again = start()
+    _, error = again.communicate(timeout=1500)
+    assert again.returncode == 0, error
     assert json.loads((mine / "runs" / "baseline" / "seed0" / "summary.json").read_text()) == first, "a finished run is not made again"
-    weights = lambda folder: [json.loads(p.read_text())["weights_sha256"] for p in sorted((tmp_path / folder / "runs").glob("*/*/summary.json"))]  # noqa: E731
-    assert weights("mine") == weights("whole") and len(set(weights("mine"))) == 4
-    assert json.loads((running / "summary.json").read_text())["resumed_from_step"] >= 0
+    assert cli.main(["compare", str(path), "--run-dir", str(whole)]) == 0
+    assert table_of(mine) == table_of(whole)
+    weights = lambda folder: [json.loads(p.read_text())["weights_sha256"] for p in sorted((folder / "runs").glob("*/*/summary.json"))]  # noqa: E731
+    assert weights(mine) == weights(whole) and len(set(weights(mine))) == 4
 
 
 def test_last_record_reads_past_a_torn_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "x')
     assert runner.last_record(path) == {"step": 2} and runner.last_record(tmp_path / "nothing") == {}
-
-
-def test_a_worker_that_is_lost_costs_its_run_only(tmp_path, monkeypatch):
-    """Killed from outside in its second run: that run failed, a new worker makes the others."""
-    spec = load(tmp_path, ARMS, seeds=1)
-
-    class Dying(Inline):
-        def start(self, task, config):
-            self.task = task
-            if task == ("x", 0):
-                self.dead = True
-                os.write(self.write, b" ")  # wakes the reader, as a closed pipe does
-            else:
-                write_run(spec, *task)
-                self.say(finished=True)
-
-        def receive(self):
-            return None if getattr(self, "dead", False) else super().receive()
-
-        def end(self, grace=0.0):
-            super().end()
-            return "killed by SIGKILL (out of memory?)"
-
-    monkeypatch.setattr(runner, "Worker", Dying)
-    told = command.run(spec)
-    assert list(told.found.failed) == [("x", 0)] and "killed by SIGKILL" in told.found.failed["x", 0]
-    assert told.comparison.arms == ("ucb",)
 
 
 def test_pairing_names_what_decides_an_evaluation(tmp_path):

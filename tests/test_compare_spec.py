@@ -87,6 +87,11 @@ def test_shards_are_whole_pairs_and_all_of_them(tmp_path):
             parse_shard(text, 5)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("compare*.yaml")), ids=lambda p: p.stem)
+def test_every_comparison_loads(path):
+    assert specs.load(path).arms
+
+
 def test_published_comparisons_are_what_they_say():
     full, quick = (specs.load(ROOT / "configs" / "dataflex" / f"{name}.yaml") for name in ("compare", "compare_quick"))
     assert len(full.arms) == 13 and len(full.seeds) == 12 and len(quick.arms) == len(quick.seeds) == 3
