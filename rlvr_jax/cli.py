@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -77,10 +78,13 @@ def _joined() -> bool:
 
 
 def _lost(e: BaseException) -> bool:
-    """Whether an error of one of several processes comes from the others or the network, as far as it can be told."""
+    """Whether an error of one of several processes comes from the others or the network, as far as it can be told.
+
+    XLA's errors begin with the name of a status; which class of Python they get depends on where they come up (ValueError too).
+    """
     if type(e).__name__ == "LostProcess":
         return True
-    return _joined() and type(e).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" not in str(e)
+    return _joined() and re.match(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|DATA_LOSS|FAILED_PRECONDITION): ", str(e)) is not None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,7 +34,8 @@ def write(folder: Path, **changes: Any) -> Path:
 def environment(devices: int, cache: Path) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "TPU_", "MEGASCALE_"))}
     return env | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK}", "PYTHONPATH": str(ROOT),
-                  "JAX_COMPILATION_CACHE_DIR": str(cache / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+                  "JAX_COMPILATION_CACHE_DIR": str(cache / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                  "RLVR_HEARTBEAT_SECONDS": "900"}  # a busy machine may stop a test for minutes
 
 
 def start(arguments: Sequence[str], env: dict[str, str], processes: int = 1, log: Path | None = None) -> list[subprocess.Popen[str]]:

@@ -6,8 +6,8 @@ import pytest
 
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.config import Optimizer
-from rlvr_jax.models.decoder import DecoderConfig, init_params
-from rlvr_jax.sharding import make_mesh
+from rlvr_jax.models.decoder import DecoderConfig, init_params, param_axes
+from rlvr_jax.sharding import make_mesh, shardings
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
 from rlvr_jax.strategies import build
 
@@ -23,7 +23,8 @@ def parts(*mesh):
 def test_eight_devices_to_two_to_one(tmp_path):
     """Parameters, moments and buffers are the same bit for bit, split as the new mesh wants them."""
     optimizer, strategy, mesh = parts(2, 2, 2)
-    state = init_state(init_params(MODEL, jax.random.key(0)), MODEL, optimizer, strategy, mesh)
+    params = jax.device_put(init_params(MODEL, jax.random.key(0)), shardings(mesh, param_axes(MODEL)))
+    state = init_state(params, MODEL, optimizer, strategy, mesh)
     state = state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
     expected, moments = weights_sha256(state.params), weights_sha256(state.opt_state)
     host = HOST

@@ -102,7 +102,7 @@ def test_one_side_killed_the_other_ends_and_the_run_goes_on(two, config, cache):
 
 
 def test_one_side_stuck_the_other_ends_within_its_limit(two, config, cache):
-    """A host that is alive and does nothing sends heartbeats no longer, but closes nothing either: only the watchdog sees it."""
+    """A host that is alive and does nothing closes nothing: the watchdog sees it long before its heartbeats are missed."""
     run, _ = two
     mine = cache / "stuck"
     shutil.copytree(run, mine)  # goes on from the last step but one: its programs are compiled, so the limit can be short
