@@ -187,7 +187,7 @@ class Pool(Strict):
 class Critic(Strict):
     """PPO's value head and its loss (``rlvr_jax/critic.py``)."""
 
-    learning_rate: float = pydantic.Field(1e-2, gt=0)
+    learning_rate: float = pydantic.Field(0.05, gt=0)
     """Of the value head alone: about as far as a value may move in one update, at any model width. Rewards are of size 1."""
     gamma: float = pydantic.Field(1.0, gt=0, le=1)
     """Discount per token."""

@@ -156,14 +156,11 @@ def value_loss(head: Head, hidden: Array, old: Array, returns: Array, scale: Arr
 
 def start_metrics(value: Array, returns: Array, mask: Array) -> Metrics:
     """``value/mean``, ``value/return`` and ``value/explained_variance``: 1 - Var(return - value) / Var(return), over response
-    tokens, at the start of the step. The last has no value where all returns are equal."""
+    tokens, at the start of the step. The last has no value where all returns are equal but for rounding."""
     n = jnp.sum(mask, dtype=jnp.float32)
-
-    def variance(x: Array) -> Array:
-        mean = jnp.sum(jnp.where(mask, x, 0)) / jnp.maximum(n, 1)
-        return jnp.sum(jnp.where(mask, (x - mean) ** 2, 0)) / jnp.maximum(n, 1)
-
+    mean = lambda x: jnp.sum(jnp.where(mask, x, 0)) / jnp.maximum(n, 1)  # noqa: E731
+    variance = lambda x: mean((x - mean(x)) ** 2)  # noqa: E731
     of_returns = variance(returns)
-    explained = 1 - variance(returns - value) / jnp.where(of_returns > 0, of_returns, 1)
-    return {"value/mean": (jnp.sum(value), n), "value/return": (jnp.sum(returns), n),
-            "value/explained_variance": (jnp.where(of_returns > 0, explained, 0), jnp.float32(of_returns > 0))}
+    differ = of_returns > 1e-10 * mean(returns**2 + value**2)
+    explained = jnp.where(differ, 1 - variance(returns - value) / jnp.where(differ, of_returns, 1), 0)
+    return {"value/mean": (jnp.sum(value), n), "value/return": (jnp.sum(returns), n), "value/explained_variance": (explained, jnp.float32(differ))}
