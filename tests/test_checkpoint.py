@@ -10,6 +10,7 @@ from rlvr_jax.models.decoder import DecoderConfig, init_params, param_axes
 from rlvr_jax.sharding import make_mesh, shardings
 from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
 from rlvr_jax.strategies import build
+from rlvr_jax.types import TrainState
 
 MODEL = DecoderConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 HOST = {"replay": {"tokens": np.arange(12, dtype=np.int32).reshape(3, 4), "inserted": np.int32(7)}}
@@ -44,7 +45,7 @@ def test_eight_devices_to_two_to_one(tmp_path):
 
 
 def test_the_best_is_kept_and_found_by_later_starts(tmp_path):
-    x = {"a": jax.numpy.arange(3.0)}
+    x = TrainState(step=jax.numpy.int32(0), params={"a": jax.numpy.arange(3.0)}, opt_state=(), strategy_state=())
     for steps, accuracy in (((1, 2, 3), {1: 0.2, 2: 0.5}), ((4, 5, 6), {5: 0.4})):  # killed in between
         checkpoints = Checkpoints(tmp_path, 2)
         for step in steps:
