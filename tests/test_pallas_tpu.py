@@ -296,7 +296,7 @@ def test_the_estimates_that_the_rule_gives_as_its_reason():
         one, wide, two = (lambda c, V=V, D=D, chunk=chunk: one_pass_seconds(c, n, V, D, chunk), lambda c, V=V, D=D: one_pass_seconds(c, n, V, D, 1024),
                           lambda c, V=V, D=D: two_pass_seconds(c, n, V, D))
         if V == 151936:
-            assert f"{chunk} tokens (the rule's, 64 MiB) {row(one)} 1024 tokens (0.6 GiB of logits) {row(wide)} two passes in kernels {row(two)}" in doc
+            assert f"{chunk} tokens (the rule's, 74 MiB) {row(one)} 1024 tokens (0.6 GiB of logits) {row(wide)} two passes in kernels {row(two)}" in doc
         else:
             assert f"one pass, chunks of {chunk} / kernels {row(one, two)}" in doc
         assert all(two(chip) < one(chip) for chip in RATES)
@@ -305,7 +305,8 @@ def test_the_estimates_that_the_rule_gives_as_its_reason():
 @pytest.mark.slow
 @pytest.mark.parametrize("n,V,D,count", [(1000, 49152, 64, 1000), (1000, 128256, 64, 700), (1000, 151936, 64, 999), (7, 151936, 576, 7), (7, 513, 4096, 6), (1, 151936, 4096, 1)])
 def test_float32_at_real_vocabularies(n, V, D, count):
-    check(PLAIN, problem(n, V, D), count, chip=CHIPS["v5e"])
+    # Logits as a model has them: of unit normals at width 576 they reach 170, where the rounding of a sum alone is 1e-5 of p.
+    check(PLAIN, problem(n, V, D, largest=30), count, chip=CHIPS["v5e"])
 
 
 @pytest.mark.slow

@@ -24,12 +24,21 @@ end() { # SIGTERM, then up to $grace seconds to save, then SIGKILL
 end
 if [[ ${1:-} == --stop ]]; then exit 0; fi
 
+# A signal may come before the trainer is there (it is told as soon as it is) or before it has a session of its own.
+pid=""
+early=""
+tell() {
+  if [[ -z $pid ]]; then early=1; return; fi
+  until kill -TERM -- "-$pid" 2>/dev/null || ! kill -0 "$pid" 2>/dev/null; do sleep 0.05; done
+}
+trap tell TERM INT
+
 # shellcheck disable=SC2016 # "$@" is for the inner shell; exec, so that SIGTERM reaches the trainer itself
 setsid bash -c 'rlvr-jax preflight "$@" && exec rlvr-jax train "$@"' rlvr-jax "$@" </dev/null >>"$log" 2>&1 &
 pid=$!
+[[ -z $early ]] || tell
 echo "$pid" >"$pid_file"
 tail -n 0 -F --pid="$pid" "$log" 2>/dev/null &
-trap 'kill -TERM -- "-$pid" 2>/dev/null' TERM INT
 code=0
 wait "$pid" || code=$?
 while kill -0 "$pid" 2>/dev/null; do # the trap ended the wait, not the process

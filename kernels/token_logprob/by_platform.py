@@ -36,13 +36,13 @@ def kernels_for_tpu(hidden: Array, head: Array) -> Passes | None:
 
         milliseconds, bfloat16, 8192 tokens     v5e            v5p            v6e
         V 151936, D 4096: one pass, chunks of
-          128 tokens (the rule's, 64 MiB)       617            183            308
+          128 tokens (the rule's, 74 MiB)       617            183            308
           1024 tokens (0.6 GiB of logits)       177             73             59
         two passes in kernels                   207             89             44
         V 37984 (a quarter of it), D 4096:
-          one pass, chunks of 376 / kernels      65 / 52        23 / 22        29 / 11
+          one pass, chunks of 192 / kernels     106 / 52        32 / 22        53 / 11
         V 49152, D 576:
-          one pass, chunks of 320 / kernels      22 / 9.4     6.6 / 4.0      11 / 2.0
+          one pass, chunks of 128 / kernels      37 / 9.4      11 / 4.0      19 / 2.0
 
     So one pass with chunks of 1024 tokens might be a fifth faster on v5e and v5p, for a gigabyte (float32 logits and d-logits);
     with the chunks that :func:`.blocks.chunk_size` makes the kernels are ahead on all three. Over a vocabulary that is sharded
