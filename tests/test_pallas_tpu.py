@@ -44,26 +44,33 @@ def problem(n, V, D, seed=0, dtype=jnp.float32, largest=None):
 
 
 def truth(static, hidden, head, targets, d_logprob, d_entropy, count):
-    """(lse, target_logit, mean_logit), (d_hidden, d_head) in float64; rows from ``count`` on are 0."""
-    n, (h, targets, g, ge) = len(hidden), (x[:count] for x in (hidden, targets, d_logprob, d_entropy))
+    """(lse, target_logit, mean_logit), (d_hidden, d_head) in float64, largest logit; rows from ``count`` on are 0."""
+    rows, d_head, largest = [], np.zeros(head.shape), 1.0
+    for i in range(0, count, 128):  # blocks: thousands of rows of a real vocabulary take gigabytes
+        *some, d, top = _truth_of_rows(static, head, *(x[i:min(i + 128, count)] for x in (hidden, targets, d_logprob, d_entropy)))
+        rows.append(some)
+        d_head += d
+        largest = max(largest, top)
+    dead = [np.zeros((len(hidden) - count, *shape)) for shape in ((), (), (), head.shape[1:])]
+    *out, d_hidden = (np.concatenate([*live, rest]) for live, rest in zip(zip(*rows) if rows else [()] * 4, dead))
+    return tuple(out), (d_hidden, d_head), largest
+
+
+def _truth_of_rows(static, head, h, targets, g, ge):
     u = h @ head.T * static.logit_scale
     slope = static.logit_scale / static.temperature * np.ones_like(u)
     if static.soft_cap is not None:
         slope *= 1 - np.tanh(u / static.soft_cap) ** 2
         u = static.soft_cap * np.tanh(u / static.soft_cap)
     z = u / static.temperature
-    top = z.max(axis=1, initial=-1e300)
+    top = z.max(axis=1)
     lse = top + np.log(np.exp(z - top[:, None]).sum(axis=1))
     p = np.exp(z - lse[:, None])
     mean = (p * z).sum(axis=1)
     hit = np.arange(len(head)) == targets[:, None]
     d_z = g[:, None] * (hit - p) - (ge[:, None] * p * (z - mean[:, None]) if static.with_entropy else 0)
     d_u = d_z * slope
-
-    def whole(x):
-        return np.concatenate([x, np.zeros((n - count, *x.shape[1:]))])
-
-    return tuple(map(whole, (lse, (hit * z).sum(axis=1), mean))), (whole(d_u @ head), d_u.T @ h), np.abs(z).max(initial=1.0)
+    return lse, (hit * z).sum(axis=1), mean, d_u @ head, d_u.T @ h, np.abs(z).max()
 
 
 @functools.cache
