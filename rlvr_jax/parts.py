@@ -13,7 +13,7 @@ import numpy as np
 
 from rlvr_jax import data
 from rlvr_jax.config import Config, ConfigError
-from rlvr_jax.models import hf
+from rlvr_jax.models import hf, known
 from rlvr_jax.models.decoder import DecoderConfig
 from rlvr_jax.models.hf_config import load_config
 from rlvr_jax.models.tokenizer import load_tokenizer
@@ -33,16 +33,21 @@ def stream_key(seed: int, step: int, stream: str) -> jax.Array:
 
 
 def model_folder(config: Config) -> Path:
-    """The Hugging Face folder of ``model.path``.
+    """The Hugging Face folder of ``model.path``; a model of the hub is downloaded where the local cache lacks it.
 
     Raises:
-      ConfigError: it does not exist.
+      ConfigError: it does not exist, or cannot be had.
     """
     if config.model.path == "embedded":
         return Path(str(importlib.resources.files("rlvr_jax"))) / "embedded"
+    if known.is_hub_id(config.model.path):
+        try:
+            return known.download(config.model.path)
+        except hf.ModelError as e:
+            raise ConfigError(f"model.path: {e}") from None
     folder = Path(os.path.expandvars(config.model.path)).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: no config.json in '{folder}'; give a Hugging Face model folder, or 'embedded'")
+        raise ConfigError(f"model.path: no config.json in '{folder}'; give a Hugging Face model folder, the id of a model (Qwen/Qwen2.5-0.5B), or 'embedded'")
     return folder
 
 

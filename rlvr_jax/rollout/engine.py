@@ -89,6 +89,7 @@ class LocalEngine:
         layer's weights and cache in every step.
       narrow: whether the last rows move to fewer slots. Default: on CPU without a mesh.
       decode: token ids to text; needed for ``sampling.stop``.
+      platform: that the programs are made for; default: the one they are made on.
 
     Attributes:
       version: of the weights, see :class:`Engine`; -1 before the first.
@@ -101,8 +102,9 @@ class LocalEngine:
 
     def __init__(self, cfg: DecoderConfig, sampling: SamplingParams, mesh: Any = None, *, compute_dtype: Any = jnp.float32,
                  prompt_buckets: Sequence[int] = length_buckets(1024), slots: int | None = None, burst: int | None = None, total_length: int | None = None,
-                 unroll_layers: bool = True, narrow: bool | None = None, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        cpu = jax.default_backend() == "cpu"
+                 unroll_layers: bool = True, narrow: bool | None = None, decode: Callable[[Sequence[int]], str] | None = None,
+                 platform: str | None = None) -> None:
+        cpu = self._cpu = (platform or jax.default_backend()) == "cpu"
         slots, burst = slots or (64 if cpu else 256), burst or (8 if cpu else 16)
         outside = [e for e in sampling.eos_ids if e >= cfg.vocab_size]
         if outside:
@@ -147,7 +149,7 @@ class LocalEngine:
         self._empty = jax.jit(self._counted(functools.partial(slots.empty, self.cfg, dtype=self._dtype, unroll=self._unroll)), static_argnums=(0, 1, 2))
         place = on_mesh(functools.partial(decode_shardings, self.cfg, unroll=self._unroll))
         self._prepare = jax.jit(functools.partial(decode_weights, cfg=self.cfg, dtype=self._dtype, unroll=self._unroll, fuse=whole is None,
-                                                  transpose=whole is None and jax.default_backend() == "cpu"),
+                                                  transpose=whole is None and self._cpu),
                                 out_shardings=place)
 
     def _counted(self, f: Callable[..., Any]) -> Callable[..., Any]:
