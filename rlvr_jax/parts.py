@@ -22,6 +22,7 @@ from rlvr_jax.rewards import registry
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine, length_buckets
 from rlvr_jax.sharding import make_mesh
+from rlvr_jax.state import check_model_divides
 from rlvr_jax.strategies import mix
 
 # A named random stream each, so that no two uses share a key: fold_in(fold_in(seed, step), stream).
@@ -103,6 +104,10 @@ def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Part
         raise ConfigError(str(e)) from None
     folder = model_folder(config)
     tokenizer, model = load_tokenizer(folder), load_config(folder)
+    try:
+        check_model_divides(model, mesh)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
     dataset = data.build(config, tokenizer)
     mixer = mix.build_mixer(config.data.mixer.name, dataset.weights, **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:

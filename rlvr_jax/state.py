@@ -10,7 +10,7 @@ import optax
 
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, param_axes
-from rlvr_jax.sharding import named, shardings
+from rlvr_jax.sharding import check_divides, named, shardings
 from rlvr_jax.types import TrainState
 
 
@@ -37,6 +37,17 @@ def init_state(params: Any, model: DecoderConfig, optimizer: optax.GradientTrans
                    out_shardings=(out.opt_state, out.strategy_state, out.step))
     opt_state, strategy_state, step = make(params)
     return TrainState(step=step, params=params, opt_state=opt_state, strategy_state=strategy_state)
+
+
+def check_model_divides(model: DecoderConfig, mesh: jax.sharding.Mesh) -> None:
+    """Heads are split as heads: sampling keeps each chip's own in its cache.
+
+    Raises:
+      ValueError: a size of the model that its mesh axis does not divide.
+    """
+    check_divides(mesh, {"columns of width (hidden_size)": ("embed", model.hidden_size), "heads": ("heads", model.num_heads),
+                         "key heads": ("kv_heads", model.num_kv_heads), "columns of the feed-forward layer": ("ffn", model.intermediate_size),
+                         "rows of the vocabulary": ("vocab", model.vocab_size)})
 
 
 def state_shardings(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh) -> TrainState:

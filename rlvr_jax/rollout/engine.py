@@ -25,7 +25,8 @@ Array = jax.Array
 OnRows = Callable[[list[Finished]], None]
 Ints = Sequence[int] | np.ndarray
 
-# Tokens of one prefill: enough that its matrix products run at full speed, few enough that it takes no memory to speak of.
+# Tokens of one prefill on each shard of the batch: enough that its matrix products run at full speed, few enough that it
+# takes no memory to speak of.
 PREFILL_TOKENS = 512
 
 
@@ -134,6 +135,10 @@ class LocalEngine:
         while narrow and out[-1] % 2 == 0 and out[-1] >= 16 and len(out) < 3:
             out.append(out[-1] // 2)
         return tuple(reversed(out))
+
+    def prefill_rows(self, P: int, G: int) -> int:
+        """Prompts of one prefill, whatever their number, so that it compiles once for each bucket P."""
+        return min(-(-self._widths[-1] // G), max(1, PREFILL_TOKENS // P) * self._ways)
 
     def _compile(self) -> None:
         """The device functions, jitted; each counts the shapes it is traced for."""
@@ -312,8 +317,7 @@ class _Feed:
         self.engine, self.prompts, self.G, self.P = engine, prompts, G, P
         self.prompt_id, self.occurrence = np.asarray(prompt_id, np.int32), np.asarray(occurrence, np.int32)
         self.seed, self.step = engine._whole(keys.split_seed(seed)), engine._whole(np.int32(step))
-        # Whatever the number of prompts, so that it compiles once for each bucket.
-        self.size = min(-(-engine._widths[-1] // G), max(1, PREFILL_TOKENS // P))
+        self.size = engine.prefill_rows(P, G)
         self.next = 0
 
     def more(self) -> bool:
