@@ -123,7 +123,7 @@ def _trip_count(rest: str, condition: Sequence[_Line]) -> int | None:
 
 
 def _collective(kind: str, line: _Line, times: int, devices: int, *, fused: bool) -> Collective:
-    n = _group_size(line.rest, devices)
+    n = 2 if "source_target_pairs" in line.rest else _group_size(line.rest, devices)
     arrays = list(_arrays(line.type))
     if line.op == "all-gather-start" and len(arrays) % 2 == 0:
         arrays = arrays[len(arrays) // 2 :]  # (operands, results)
@@ -134,8 +134,7 @@ def _collective(kind: str, line: _Line, times: int, devices: int, *, fused: bool
         size *= n  # the result is one part
     share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
     shown = " ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in arrays[:3]) + (" ..." if len(arrays) > 3 else "")
-    pairs = "source_target_pairs" in line.rest
-    return Collective(kind, max(n, 2) if pairs else n, round(size * share), times, shown)
+    return Collective(kind, n, round(size * share), times, shown)
 
 
 def _arrays(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
