@@ -70,7 +70,8 @@ def phases(h: Held, sizes: dict[str, Sizes]) -> dict[str, int]:
         out["prefill"] = sampling + h.prompts + sizes["prefill"].kept + sizes["prefill"].temporaries
     if "decode" in sizes:
         steady = h.prompt_batch + max(sizes["decode"].temporaries + sizes["decode"].kept, sizes["prefill"].temporaries if "prefill" in sizes else 0)
-        out["decode"] = sampling + h.cache + max(h.smaller_cache, steady)
+        # The compiler's own figure where it is larger: it counts what layouts fill up.
+        out["decode"] = h.resident + max(h.sampler_weights + h.cache, sizes["decode"].arguments) + max(h.smaller_cache, steady)
     return out
 
 

@@ -113,7 +113,8 @@ def _report(config: Config, model: DecoderConfig, goal: Target, programs: Progra
     phases = memory.phases(held, {name: one["sizes"] for name, one in found.items() if "sizes" in one})
     for name, one in found.items():
         if "used" in one:
-            phases[name] = one["used"] + (0 if name == "update" else held.resident)
+            beside = {"update": 0, "prefill": held.resident - held.parameters + held.sampler_weights, "decode": held.resident}
+            phases[name] = int(one["used"]) + beside[name]
     fullest = max(phases.values())
     gib = lambda x: round(x / GIB, 3)  # noqa: E731
     rows, P, R = config.train.prompts_per_step * config.rollout.samples_per_prompt, config.data.max_prompt_length, config.rollout.max_new_tokens
