@@ -29,11 +29,11 @@ def test_a_recipe_fits(recipe, topology):
     assert set(found) >= {"fits", "gib_per_device", "hbm_gib", "collectives", "params", "prompt_length", "response_length", "tokens_per_step", "programs"}
     assert set(found["programs"]) == {"update", "prefill", "decode"} and json.loads(json.dumps(found)) == found
     assert 0 < found["gib_per_device"] <= found["usable_gib"] < found["hbm_gib"]
-    if found["devices"] > 1 and config.mesh.fsdp > 1:
-        scattered = [c for c in found["collectives"] if c["program"] == "update" and c["kind"] == "reduce-scatter"]
-        summed = [c for c in found["collectives"] if c["program"] == "update" and c["kind"] == "all-reduce" and c["devices"] == config.mesh.data * config.mesh.fsdp]
+    if config.mesh.fsdp > 1:
         # Gradients leave as shares: what is summed whole over the rows' devices is norms, biases and counts.
-        assert sum(c["bytes"] * c["times"] for c in summed) < 0.02 * sum(c["bytes"] * c["times"] for c in scattered)
+        sent = [c for c in found["collectives"] if c["program"] == "update"]
+        whole = [c for c in sent if c["kind"] == "all-reduce" and c["devices"] == config.mesh.data * config.mesh.fsdp]
+        assert sum(c["bytes"] * c["times"] for c in whole) < 0.005 * sum(c["bytes"] * c["times"] for c in sent)
 
 
 def test_more_of_the_same_chips_cost_no_more_each():
