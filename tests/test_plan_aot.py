@@ -11,7 +11,7 @@ from rlvr_jax.plan.run import plan
 from rlvr_jax.plan.show import text
 from rlvr_jax.plan.targets import CHIPS, _parse
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
 
 def needs_compiler(topology):
