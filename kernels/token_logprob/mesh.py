@@ -91,8 +91,7 @@ def reduced(split: Split, d_hidden: Array, d_head: Array) -> tuple[Array, Array]
     if split.vocab:
         d_hidden = lax.psum(d_hidden, split.vocab)
     for axis in sorted(split.batch, key=lambda a: a != split.width):  # the other axes then sum a share, not the whole
-        # By rows of the transposed matrix: columns narrower than a tile are summed whole on a TPU, and cut then.
-        d_head = lax.psum_scatter(d_head.T, axis, scatter_dimension=0, tiled=True).T if axis == split.width else lax.psum(d_head, axis)
+        d_head = lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True) if axis == split.width else lax.psum(d_head, axis)
     return d_hidden, d_head
 
 
