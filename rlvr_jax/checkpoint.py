@@ -5,6 +5,7 @@ buffers: replay), ``record`` (JSON: data position, counters, evaluations, resolv
 folder that is renamed when whole, so a run that is killed while saving finds its previous checkpoint.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.config import ConfigError
-from rlvr_jax.state import abstract_state, make_optimizer
+from rlvr_jax.critic import make_critic
+from rlvr_jax.remote import is_remote
+from rlvr_jax.state import abstract_state, policy_optimizer
 
 if TYPE_CHECKING:
     from rlvr_jax.parts import Parts
@@ -29,9 +33,10 @@ class Checkpoints:
     """Checkpoints of one run folder: the newest ``max_to_keep`` and, beside them, the best by evaluation."""
 
     def __init__(self, run_dir: str | Path, max_to_keep: int, read_only: bool = False):
-        self.folder = Path(run_dir).absolute() / "checkpoints"
+        self.folder = epath.Path(run_dir if is_remote(run_dir) else Path(run_dir).absolute()) / "checkpoints"
         best = keep.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
+            best_fn=_accuracy,  # without it metrics are not written, and the best is forgotten at the next start
             preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(max_to_keep), best]),
             cleanup_tmp_directories=not read_only, enable_async_checkpointing=not read_only, read_only=read_only, create=not read_only)
         self.manager = ocp.CheckpointManager(self.folder, options=options)
@@ -43,7 +48,7 @@ class Checkpoints:
         """
         if step in self.manager.all_steps():
             return
-        items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(dict(record))}
+        items = {"state": ocp.args.StandardSave(_parts(state)), "record": ocp.args.JsonSave(dict(record))}
         if host:
             items["host"] = ocp.args.StandardSave(dict(host))
         self.manager.save(step, args=ocp.args.Composite(**items), metrics=None if accuracy is None else {"accuracy": accuracy})
@@ -60,11 +65,11 @@ class Checkpoints:
         steps = sorted(self.manager.all_steps(), reverse=True) if step is None else [step]
         for s in steps:
             try:
-                items = {"state": ocp.args.StandardRestore(abstract_state), "record": ocp.args.JsonRestore()}
+                items = {"state": ocp.args.StandardRestore(_parts(abstract_state)), "record": ocp.args.JsonRestore()}
                 if host:
                     items["host"] = ocp.args.StandardRestore({k: _like(v) for k, v in host.items()})
                 got = self.manager.restore(s, args=ocp.args.Composite(**items))
-                return got["state"], dict(got["host"]) if host else {}, got["record"]
+                return type(abstract_state)(**got["state"]), dict(got["host"]) if host else {}, got["record"]
             except Exception as e:
                 log.warning("checkpoint %s cannot be read (%s: %s); trying the one before it", self.folder / str(s), type(e).__name__, str(e).split("\n")[0][:200])
         if steps:
@@ -109,18 +114,23 @@ def restore_params(parts: "Parts", which: str) -> Any:
       ConfigError: there is no such checkpoint.
     """
     config = parts.config
-    folder = Path(config.run_dir or "runs/default")
+    folder = config.run_dir or "runs/default"
     checkpoints = Checkpoints(folder, config.train.max_to_keep, read_only=True)
     steps = checkpoints.manager.all_steps()
     step = {"best": checkpoints.best_step, "last": checkpoints.manager.latest_step}.get(which, lambda: int(which) if which.isdigit() else None)()
     if step is None or step not in steps:
         raise ConfigError(f"no checkpoint '{which}' in {folder}; there are {sorted(steps) or 'none'} (best, last or a step)")
     strategy = strategy_room.build(list(config.strategies))
-    optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
-    got = checkpoints.restore(abstract_state(parts.model, optimizer, strategy, parts.mesh), {}, step)
+    abstract = abstract_state(parts.model, policy_optimizer(config), strategy, parts.mesh, make_critic(config, parts.model))
+    got = checkpoints.restore(abstract, {}, step)
     checkpoints.close()
     assert got is not None
     return got[0].params
+
+
+def _parts(state: Any) -> dict[str, Any]:
+    """The fields that are there: a run without a critic is saved, and found again, as if there were no such field."""
+    return {f.name: x for f in dataclasses.fields(state) if (x := getattr(state, f.name)) is not None}
 
 
 def _accuracy(metrics: Any) -> float:

@@ -3,13 +3,15 @@
 import argparse
 import json
 import os
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-STOPPED = 75  # EX_TEMPFAIL: stopped by a signal or train.max_seconds after saving; the same command goes on
+from rlvr_jax import exit_codes
 
 EXAMPLES = {
     "train": "rlvr-jax train configs/quickstart.yaml\n  rlvr-jax train configs/quickstart.yaml seed=1 run_dir=runs/seed1 'strategies=[difffilter]'",
@@ -19,8 +21,10 @@ EXAMPLES = {
     "export": "rlvr-jax export runs/quickstart my_model\n  rlvr-jax export runs/quickstart my_model --checkpoint last --dtype bfloat16",
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
     "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
+    "preflight": "rlvr-jax preflight configs/quickstart.yaml\n  rlvr-jax preflight configs/quickstart.yaml run_dir=gs://bucket/run --num-processes 16",
     "report": "rlvr-jax report runs/quickstart",
-    "compare": "rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k,math500\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
+    "compare": "rlvr-jax compare configs/dataflex/compare_quick.yaml\n  rlvr-jax compare configs/dataflex/compare.yaml --arms difffilter,gfpo --seeds 12 --budget generated=500_000\n"
+               "  rlvr-jax compare configs/dataflex/compare.yaml --shard 0/2        # and 1/2 elsewhere, then --report-only on all folders\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
     "plan": "rlvr-jax plan configs/dataflex/qwen2_5_7b_v5e64.yaml --topology v5e:8x8\n"
             "  rlvr-jax plan my.yaml --topology h100:8 --sweep\n  rlvr-jax plan my.yaml mesh.fsdp=16 --topology v5p-32 --json",
     "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench rollout --workload smol --json",
@@ -50,7 +54,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlvr-jax {args.command}: {type(e).__name__}: {' '.join(str(e).split())[:2000]}", file=sys.stderr)
         if not isinstance(e, ValueError | OSError):
             print("rlvr-jax: --debug shows where it happened", file=sys.stderr)
-        return 2
+        return exit_codes.LOST if _lost(e) else exit_codes.MEND
+
+
+def console() -> None:
+    """The installed command. One of several processes that fails must not wait, in jax's exit handlers, for the others."""
+    code = 1
+    try:
+        code = main()
+    except SystemExit as e:  # argparse
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else exit_codes.MEND
+    except BaseException:
+        traceback.print_exc()
+    if code not in (0, exit_codes.STOPPED) and _joined():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _joined() -> bool:
+    """Whether this is one of several processes; asks without making jax look for devices."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def _lost(e: BaseException) -> bool:
+    """Whether an error of one of several processes comes from the others or the network, as far as it can be told.
+
+    XLA's errors begin with the name of a status; which class of Python they get depends on where they come up (ValueError too).
+    """
+    if type(e).__name__ == "LostProcess":
+        return True
+    return _joined() and re.match(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|DATA_LOSS|FAILED_PRECONDITION): ", str(e)) is not None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,17 +94,25 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog="examples:\n  rlvr-jax train configs/quickstart.yaml\n  rlvr-jax COMMAND --help", formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str, config: bool = False) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str, config: bool = False,
+                processes: bool = False) -> argparse.ArgumentParser:
         p = commands.add_parser(name, help=help, description=help, epilog=f"examples:\n  {EXAMPLES[name]}", formatter_class=argparse.RawDescriptionHelpFormatter)
         p.add_argument("--debug", action="store_true", help="show the trace of an error")
+        if processes:
+            several = p.add_argument_group("several processes", "needed only where no TPU pod, Slurm or MPI says it; also as JAX_COORDINATOR_ADDRESS, "
+                                           "JAX_NUM_PROCESSES, JAX_PROCESS_ID")
+            several.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of process 0")
+            several.add_argument("--num-processes", type=int, metavar="N", help="alone: refuse to start with another number of processes")
+            several.add_argument("--process-id", type=int, metavar="I", help="0..N-1")
         if config:
             p.add_argument("config", help="YAML file")
             p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the config, e.g. train.steps=50")
         p.set_defaults(run=run)
         return p
 
-    command("train", _train, "train, or continue, the run of a config", config=True)
-    p = command("eval", _eval, "accuracy on held-out prompts, per domain, as JSON", config=True)
+    command("train", _train, "train, or continue, the run of a config", config=True, processes=True)
+    command("preflight", _preflight, "check all that a run on several hosts needs, before it is paid for", config=True, processes=True)
+    p = command("eval", _eval, "accuracy on held-out prompts, per domain, as JSON", config=True, processes=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
     p = command("generate", _generate, "answers to prompts, one JSON object a line", config=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
@@ -90,14 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
-    p = command("compare", _compare, "does an arm help? verdicts from a table of anybody's runs, paired by seed")
-    p.add_argument("--from", dest="table", required=True, metavar="FILE.csv", help="one row a run, with a header")
-    p.add_argument("--arm", required=True, metavar="COLUMN", help="what is compared, e.g. method")
-    p.add_argument("--pair", required=True, metavar="COLUMN", help="what runs are paired by, e.g. seed")
-    p.add_argument("--scores", required=True, metavar="COLUMN,COLUMN", help="scores by domain, larger is better; they count alike in the mean")
-    p.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
-    p.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
-    p.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
+    _compare_arguments(command("compare", _compare, "does an arm help? trains arms paired by seed, or reads a table of anybody's runs, and gives verdicts"))
     p = command("plan", _plan, "does it fit? compiles the step for a pod or GPU that is not here", config=True)
     p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8, v5p:2x2x4, v5e-64, v6e:4x4, h100:8, h200:1, rtx4090:1")
     p.add_argument("--sweep", action="store_true", help="try meshes and micro-batches, and rank them")
@@ -111,6 +148,26 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
     p.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
+
+
+def _compare_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("config", nargs="?", help="comparison: a base config and named arms")
+    p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the base config, for every arm")
+    p.add_argument("--arms", metavar="ARM,ARM", help="only these, beside the baseline")
+    p.add_argument("--seeds", type=int, metavar="N", help="pairs (default: what the file says, else 12; a twelvefold Holm correction needs 9 to decide at all)")
+    p.add_argument("--budget", metavar="UNIT=N", help="updates=300, generated=2_000_000 or updated=1_000_000 (tokens), the same for every run")
+    p.add_argument("--shard", metavar="i/n", help="make only every n-th pair's runs, from i on; results are merged from the folders")
+    p.add_argument("--workers", type=int, metavar="N", help="processes that train at once")
+    p.add_argument("--run-dir", metavar="FOLDER", help="runs and results (default: runs/CONFIG)")
+    p.add_argument("--report-only", action="store_true", help="train nothing; report on the runs that are there")
+    t = p.add_argument_group("a table of finished runs instead")
+    t.add_argument("--from", dest="table", metavar="FILE.csv", help="one row a run, with a header")
+    t.add_argument("--arm", metavar="COLUMN", help="what is compared, e.g. method")
+    t.add_argument("--pair", metavar="COLUMN", help="what runs are paired by, e.g. seed")
+    t.add_argument("--scores", metavar="COLUMN,COLUMN", help="scores by domain, larger is better; they count alike in the mean")
+    t.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
+    t.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
+    t.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
 
 
 def _quiet() -> None:
@@ -128,12 +185,37 @@ def _load(args: argparse.Namespace) -> Any:
     return config.load(args.config, args.overrides)
 
 
+def _join(args: argparse.Namespace) -> None:
+    """Before anything else touches jax."""
+    from rlvr_jax import distributed
+
+    distributed.start(args.coordinator, args.num_processes, args.process_id)
+
+
+def _print_once(result: Any) -> None:
+    """One JSON line, from the first process."""
+    from rlvr_jax import distributed
+
+    if distributed.first():
+        print(json.dumps(result), flush=True)
+
+
 def _train(args: argparse.Namespace) -> int:
+    config = _load(args)
+    _join(args)
     from rlvr_jax.train import train
 
-    summary = train(_load(args))
-    print(json.dumps({k: v for k, v in summary.items() if k != "finished"}))
-    return 0 if summary["finished"] else STOPPED
+    summary = train(config)
+    _print_once({k: v for k, v in summary.items() if k != "finished"})
+    return 0 if summary["finished"] else exit_codes.STOPPED
+
+
+def _preflight(args: argparse.Namespace) -> None:
+    config = _load(args)
+    _join(args)
+    from rlvr_jax.preflight import preflight
+
+    _print_once(preflight(config))
 
 
 def _sft(args: argparse.Namespace) -> None:
@@ -143,11 +225,12 @@ def _sft(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    config = _load(args)
+    _join(args)
     from rlvr_jax import parts as part
     from rlvr_jax.evaluate import evaluate
     from rlvr_jax.metrics import Progress
 
-    config = _load(args)
     with part.build(config) as parts:
         params = _weights(parts, args.checkpoint)
         e, done = config.eval, [0]
@@ -158,8 +241,8 @@ def _eval(args: argparse.Namespace) -> None:
 
             scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, parts.tokenizer.decode,
                               samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
-    print(json.dumps({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
-                             "tokens_mean": s.tokens / max(s.total, 1)} for name, s in scores.items()}))
+    _print_once({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
+                        "tokens_mean": s.tokens / max(s.total, 1), **{k: v for k, v in s.measures().items() if k != "eval"}} for name, s in scores.items()})
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -195,12 +278,18 @@ def _weights(parts: Any, checkpoint: str | None) -> Any:
 def _export(args: argparse.Namespace) -> None:
     from rlvr_jax import config as configs
     from rlvr_jax import parts as part
+    from rlvr_jax import remote
     from rlvr_jax.checkpoint import restore_params
     from rlvr_jax.models import hf
 
-    if not (Path(args.run_dir) / "config.yaml").is_file():
+    source = remote.join(args.run_dir, "config.yaml")
+    try:
+        file = remote.local_file(source) if remote.is_remote(source) else Path(source)
+    except FileNotFoundError:
+        file = Path(source)
+    if not file.is_file():
         raise ValueError(f"'{args.run_dir}' is no run folder: it has no config.yaml")
-    config = configs.load(Path(args.run_dir) / "config.yaml", [f"run_dir={args.run_dir}"])
+    config = configs.load(file, [f"run_dir={args.run_dir}"])
     with part.build(config) as parts:
         hf.export(Path(args.out), restore_params(parts, args.checkpoint), parts.model, source_folder=parts.folder, dtype=args.dtype)
     print(args.out)
@@ -230,12 +319,51 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from rlvr_jax import report
+    from rlvr_jax import remote, report
+    from rlvr_jax.run_folder import RunFolder
 
-    print(report.build(args.run_dir))
+    folder = RunFolder(args.run_dir)
+    if folder.uri:
+        folder.local.mkdir(parents=True, exist_ok=True)
+        folder.pull()
+    page = report.build(folder.local)
+    folder.push()
+    print(page if folder.uri is None else remote.join(folder.uri, page.name))
 
 
-def _compare(args: argparse.Namespace) -> None:
+def _compare(args: argparse.Namespace) -> int | None:
+    if (args.table is None) == (args.config is None):
+        raise ValueError("give either a comparison (configs/dataflex/compare_quick.yaml) or --from FILE.csv; --help has examples of both")
+    here, there = ("arms", "seeds", "budget", "shard", "workers", "run_dir", "report_only"), ("arm", "pair", "scores", "baseline", "where", "out")
+    if wrong := [name for name in (here if args.table else there) if getattr(args, name)]:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} goes with {'a comparison, not with --from' if args.table else '--from, not with a comparison'}")
+    if args.table is None:
+        return _compare_runs(args)
+    _compare_table(args)
+    return None
+
+
+def _compare_runs(args: argparse.Namespace) -> int:
+    from rlvr_jax.compare import command, spec
+    from rlvr_jax.compare.output import plain
+
+    for name in ("seeds", "workers"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    arms = None if args.arms is None else [name.strip() for name in args.arms.split(",")]
+    plan = spec.load(args.config, arms=arms, seeds=args.seeds, budget=args.budget, run_dir=args.run_dir, overrides=args.overrides)
+    told = command.run(plan, shard=args.shard, train=not args.report_only, workers=args.workers)
+    if told.comparison is not None:
+        print(plain(told.comparison), f"\n{told.report}", sep="\n")
+    for line in [*command.problems(told.found), command.unfinished(told.found)]:
+        if line:
+            print(f"rlvr-jax compare: {line}", file=sys.stderr)
+    if told.stopped:
+        return exit_codes.STOPPED
+    return exit_codes.MEND if told.found.failed or told.found.refused else 0
+
+
+def _compare_table(args: argparse.Namespace) -> None:
     import csv
     import hashlib
 
@@ -243,6 +371,8 @@ def _compare(args: argparse.Namespace) -> None:
     from rlvr_jax.compare.result import compare
     from rlvr_jax.compare.table import read_csv
 
+    if missing := [name for name in ("arm", "pair", "scores") if not getattr(args, name)]:
+        raise ValueError(f"--from needs --{missing[0]} (a column of the table)")
     path = Path(args.table)
     if bad := [w for w in args.where if "=" not in w]:
         raise ValueError(f"--where {bad[0]}: expected COLUMN=VALUE")
@@ -289,4 +419,4 @@ def _bench(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -21,6 +21,7 @@ from rlvr_jax.rewards import overlong
 from rlvr_jax.rollout import keys
 from rlvr_jax.rollout.book import Finished
 from rlvr_jax.scoring import row_logprob
+from rlvr_jax.sharding import named
 from rlvr_jax.strategies import prompts
 from rlvr_jax.types import Rollout, UpdateBatch, response_mask
 
@@ -69,7 +70,7 @@ class Collector:
         self.dynamic = dynamic_sampling.build(config, T, entropy=entropy)
         self.chooser = prompts.build(config)
         self.score = jax.jit(lambda params, tokens, prompt, response: row_logprob(
-            params, parts.model, config, tokens, prompt + response, response_mask(prompt, response, tokens.shape[1])))
+            params, parts.model, config, tokens, prompt + response, response_mask(prompt, response, tokens.shape[1])), out_shardings=named(parts.mesh))
 
     def init(self) -> Host:
         """What replay, dynamic sampling and the choice of prompts remember at the start; kinds that remember nothing are left out."""
@@ -147,10 +148,12 @@ class Collector:
         reward, correct, valid = (x.reshape(-1, G) for x in (g.reward, g.correct, g.valid))
         domain = np.array([r.domain for r in g.rows], np.int32)
         if of.signal is not None:
-            advantage = np.asarray(_advantages(self.config.algorithm.advantage, reward, valid))
+            seen = {"reward": reward, "valid": valid}
+            if self.config.algorithm.advantage != "gae":  # a critic's advantages come later, in the update; mixers that read them are refused
+                seen["advantage"] = np.asarray(_advantages(self.config.algorithm.advantage, reward, valid))
             for d in np.unique(domain):
                 here = domain == d
-                mixer = of.observe(mixer, int(d), {"reward": reward[here], "advantage": advantage[here], "valid": valid[here], "step": step})
+                mixer = of.observe(mixer, int(d), {name: x[here] for name, x in seen.items()} | {"step": step})
         if "prompts" in host:
             ids = np.array([r.prompt_id for r in g.rows], np.int32)
             host = host | {"prompts": self.chooser.observe(host["prompts"], ids, (correct & valid).sum(1), valid.sum(1), step)}

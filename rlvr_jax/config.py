@@ -27,7 +27,7 @@ class Strict(pydantic.BaseModel):
 
 class Model(Strict):
     path: str = "embedded"
-    """Hugging Face folder, the id of a model on its hub (Qwen/Qwen2.5-7B), or 'embedded' for the tiny model inside the package."""
+    """Hugging Face folder (gs:// too), the id of a model on its hub (Qwen/Qwen2.5-7B), or 'embedded' for the tiny model inside the package."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
     remat: Literal["none", "dots", "full"] = "none"
@@ -44,8 +44,10 @@ class Domain(Strict):
     task: str | None = None
     """A generated task: arithmetic, countdown, knights. Exclusive with path."""
     task_args: dict[str, Any] = {}
+    problems: int | None = pydantic.Field(None, ge=1)
+    """Of a task: train on so many different problems, the same for every seed, which come again each epoch; null = endless."""
     path: str | None = None
-    """JSONL, JSON or parquet file, below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
+    """JSONL, JSON or parquet file (gs:// too), below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
     eval_path: str | None = None
     """Held-out file; without one a share of the rows (data.holdout), chosen by hash, is held out."""
     split: str = "train"
@@ -69,6 +71,8 @@ class Domain(Strict):
     def _source(self) -> Self:
         if (self.task is None) == (self.path is None):
             raise ValueError("a domain needs exactly one of 'task' and 'path'")
+        if self.path is not None and self.problems is not None:
+            raise ValueError("'problems' goes with 'task'; a file has the rows that it has")
         if self.path is not None and self.verifier is None and not self.rewards:
             raise ValueError("a domain read from a file needs a 'verifier' (math, countdown, knights, choice, format or module:function)")
         return self
@@ -127,7 +131,7 @@ class Prompts(Strict):
 class Data(Strict):
     domains: dict[str, Domain] = {"arithmetic": Domain(task="arithmetic")}
     root: str | None = None
-    """Folder that relative paths start from; default $RLVR_DATA, else the working directory."""
+    """Folder (gs:// too) that relative paths start from; default $RLVR_DATA, else the working directory."""
     mixer: Mixer = Mixer()
     prompts: Prompts = Prompts()
     max_prompt_length: int = pydantic.Field(128, gt=0)
@@ -180,8 +184,29 @@ class Pool(Strict):
     """Address space a worker may take on top of what its imports took; 0 = no limit."""
 
 
+class Critic(Strict):
+    """PPO's value head and its loss (``rlvr_jax/critic.py``)."""
+
+    learning_rate: float = pydantic.Field(0.05, gt=0)
+    """Of the value head alone: about as far as a value may move in one update, at any model width. Rewards are of size 1."""
+    gamma: float = pydantic.Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = pydantic.Field(1.0, ge=0, le=1)
+    """GAE's lambda; 1: the return itself less the value (arXiv 2503.24290). Below, a reward reaches back 1 / (1 - lam) tokens
+    until the critic carries it further."""
+    value_clip: float | None = pydantic.Field(0.2, gt=0)
+    """A value's loss counts moves of up to this much since the step began; null = no clipping."""
+    coef: float = pydantic.Field(0.1, ge=0)
+    """Weight of the value loss in the gradient of the decoder that critic and policy share; 0: only the head learns values."""
+    warmup_steps: int = pydantic.Field(0, ge=0)
+    """Steps at the start in which only the value head learns."""
+
+
 class Algorithm(Strict):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gae"] = "grpo"
+    """gae is PPO (arXiv 1707.06347): a critic gives every token a value; groups are not needed."""
+    critic: Critic | None = None
+    """Of gae alone; null: its defaults."""
     restandardise: bool = False
     """Standardise again within the rows that selection kept (as GFPO and PODS do)."""
     objective: Literal["clip", "gspo", "cispo"] = "clip"
@@ -217,7 +242,14 @@ class Algorithm(Strict):
     def _kl(self) -> Self:
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("'kl_in_reward' needs kl_coef > 0")
+        if self.critic is not None and self.advantage != "gae":
+            raise ValueError(f"'critic' is of advantage 'gae' alone, and this is '{self.advantage}'; remove one of them")
         return self
+
+    @property
+    def value(self) -> Critic | None:
+        """The critic's settings; None where the advantage has no critic."""
+        return (self.critic or Critic()) if self.advantage == "gae" else None
 
 
 class Optimizer(Strict):
@@ -291,6 +323,13 @@ class Train(Strict):
     """Newest checkpoints kept; the best one by evaluation is kept beside them."""
     max_seconds: float | None = pydantic.Field(None, gt=0)
     """Stop after this wall time (saving first); the next start goes on."""
+    generated_tokens: int | None = pydantic.Field(None, ge=1)
+    """End the run at the first step by which so many tokens have been sampled, if that is before `steps`."""
+    updated_tokens: int | None = pydantic.Field(None, ge=1)
+    """The same for tokens that were learned from."""
+    step_limit_seconds: float | None = pydantic.Field(None, gt=0)
+    """A start, step, evaluation or save that takes longer ends the process with exit code 69 and all stacks: a stuck host must not
+    hold a pod. The first of each compiles: leave it minutes. null = off."""
     samples_every: int = pydantic.Field(10, ge=1)
     """Steps between sample texts written to samples.jsonl."""
 
@@ -333,7 +372,7 @@ class Sft(Strict):
 class Config(Strict):
     seed: int = pydantic.Field(0, ge=0)
     run_dir: str | None = None
-    """Default runs/<config name>."""
+    """Default runs/<config name>. gs://bucket/... for a pod: checkpoints go there directly, the small files at every save."""
     model: Model = Model()
     data: Data = Data()
     rollout: Rollout = Rollout()
@@ -375,12 +414,27 @@ def check_for_training(config: Config) -> None:
     """Combinations that only training refuses (evaluation and generation allow them).
 
     Raises:
-      ConfigError: temperature 0, a single sample per group, or group-size misfits.
+      ConfigError: temperature 0, one sample per prompt where samples are compared, a critic's warm-up without an end.
     """
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature: 0 samples one answer only and has no policy gradient; use a value > 0 (1.0 is usual)")
+    critic, steps = config.algorithm.value, config.train.steps
     if config.rollout.samples_per_prompt < 2:
-        raise ConfigError("rollout.samples_per_prompt: 1 gives every group advantage 0; use at least 2 (8 is usual)")
+        _check_single_samples(config)
+    if critic is not None and config.data.mixer.name == "dump_ucb":
+        raise ConfigError("data.mixer.name: dump_ucb reads the advantages of groups, and advantage 'gae' has none; use static, reward_gap or tscl")
+    if critic is not None and steps and critic.warmup_steps >= steps:
+        raise ConfigError(f"algorithm.critic.warmup_steps: {critic.warmup_steps} of train.steps {steps} leave no step to the policy; use fewer")
+
+
+def _check_single_samples(config: Config) -> None:
+    if config.algorithm.value is None:
+        raise ConfigError("rollout.samples_per_prompt: 1 gives every group advantage 0; use at least 2 (8 is usual), or advantage 'gae'")
+    compares = [("replay", config.replay is not None), ("dynamic_sampling", config.dynamic_sampling is not None),
+                ("data.prompts.kind: greso", config.data.prompts.kind == "greso")]
+    for what, present in compares:
+        if present:
+            raise ConfigError(f"{what} compares the samples of one prompt, and rollout.samples_per_prompt is 1; use at least 2, or leave it out")
 
 
 class _Loader(yaml.SafeLoader):

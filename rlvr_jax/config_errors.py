@@ -11,6 +11,7 @@ ELSEWHERE = {
     "n": "rollout.samples_per_prompt", "G": "rollout.samples_per_prompt", "batch_size": "train.prompts_per_step", "max_steps": "train.steps",
     "beta": "algorithm.kl_coef", "epsilon": "algorithm.clip_low", "max_completion_length": "rollout.max_new_tokens",
     "max_tokens": "rollout.max_new_tokens", "output_dir": "run_dir", "dtype": "model.compute_dtype",
+    "vf_coef": "algorithm.critic.coef", "cliprange_value": "algorithm.critic.value_clip", "critic_warmup": "algorithm.critic.warmup_steps",
 }
 """What other trainers call a field."""
 

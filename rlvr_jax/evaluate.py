@@ -1,10 +1,12 @@
 """Accuracy on held-out prompts, per domain, with the sampler that training uses."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlvr_jax.rewards import extract
 from rlvr_jax.types import Rollout
 
 # Evaluation always draws the same random numbers, whatever the seed of the run: two runs differ by their weights only.
@@ -12,18 +14,59 @@ EVAL_SEED = 0x5EED
 
 
 class Score(NamedTuple):
-    """correct and known (verdict not unknown) samples, all samples, their total length in tokens, truncated ones."""
+    """What the answers to N prompts were worth.
+
+    ``correct`` and ``known`` (verdict not unknown) samples, all samples, their total length in tokens, truncated ones;
+    ``prompts[N]``: (known, correct, share of the vote) of each prompt, see :func:`majority`.
+    """
 
     correct: int = 0
     known: int = 0
     total: int = 0
     tokens: int = 0
     truncated: int = 0
+    prompts: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def accuracy(self) -> float:
-        """Share of known verdicts that are correct; 0 when nothing is known."""
+        """Share of known verdicts that are correct (pass@1); 0 when nothing is known."""
         return self.correct / max(self.known, 1)
+
+    def pass_at(self, k: int) -> float:
+        """The chance that one of k samples is right, unbiased, mean over the prompts with at least k known samples; 0 without one.
+
+        ``1 - C(n - c, k) / C(n, k)`` with c of n right (arXiv 2107.03374).
+        """
+        enough = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c, _ in self.prompts if n >= k]
+        return sum(enough) / max(len(enough), 1)
+
+    @property
+    def majority(self) -> float:
+        """How often the most frequent answer of a prompt's samples is right; prompts without a known sample are left out."""
+        voted = [vote for n, _, vote in self.prompts if n]
+        return sum(voted) / max(len(voted), 1)
+
+    def measures(self) -> dict[str, float]:
+        """``eval`` (accuracy); with n > 1 samples a prompt also ``pass_at_2 ... pass_at_n`` (powers of two, and n) and ``majority_of_n``."""
+        n = self.total // max(len(self.prompts), 1)
+        more = sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
+        return {"eval": self.accuracy} | {f"pass_at_{k}": self.pass_at(k) for k in more} | ({f"majority_of_{n}": self.majority} if n > 1 else {})
+
+
+def majority(texts: Sequence[str], correct: np.ndarray, valid: np.ndarray) -> float:
+    """Whether the answer that most samples of a prompt give is right: 1 or 0, and between them the chance in a fair draw of a tie.
+
+    Answers are told apart by their final box, tag or text, white space and case aside; all that the verifier calls right count
+    as one. A sample without an answer, or without a verdict, does not vote.
+    """
+    votes: dict[str | None, int] = {}
+    for text, right, known in zip(texts, correct, valid):
+        region = extract.final_region(text)
+        if known and (right or region is not None):
+            answer = None if right else " ".join(region[0].casefold().split()) if region else ""
+            votes[answer] = votes.get(answer, 0) + 1
+    most = [answer for answer, n in votes.items() if n == max(votes.values())]
+    return (None in most) / len(most) if most else 0.0
 
 
 def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Callable[[Sequence[Any], list[str]], Any], decode: Callable[[Sequence[int]], str], *,
@@ -45,8 +88,9 @@ def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Ca
                                       np.array([r.domain for r in batch]), samples, EVAL_SEED, 0)
             texts = response_texts(rollout, decode)
             _, correct, valid = judge([r for r in batch for _ in range(samples)], texts)
-            score = Score(*(a + int(b) for a, b in zip(score, (
-                np.sum(correct & valid), np.sum(valid), len(texts), np.sum(rollout.response_length), np.sum(rollout.truncated)))))
+            counts = (np.sum(correct & valid), np.sum(valid), len(texts), np.sum(rollout.response_length), np.sum(rollout.truncated))
+            totals = [a + int(b) for a, b in zip(score[:5], counts)]
+            score = Score._make([*totals, score.prompts + _prompts(texts, correct, valid, samples)])
             on_batch(len(batch))
         out[name] = score
     engine.release()
@@ -57,6 +101,11 @@ def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> 
     """The B responses as text, special tokens left out."""
     tokens, start, length = np.asarray(rollout.tokens), np.asarray(rollout.prompt_length), np.asarray(rollout.response_length)
     return [decode(t[a:a + n].tolist()) for t, a, n in zip(tokens, start, length)]
+
+
+def _prompts(texts: Sequence[str], correct: np.ndarray, valid: np.ndarray, G: int) -> tuple[tuple[int, int, float], ...]:
+    groups = [slice(i, i + G) for i in range(0, len(texts), G)]
+    return tuple((int(valid[g].sum()), int((correct & valid)[g].sum()), majority(texts[g], correct[g], valid[g])) for g in groups)
 
 
 def _batches(rows: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

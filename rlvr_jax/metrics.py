@@ -55,13 +55,18 @@ def write_environment(run_dir: str | os.PathLike[str], command: Sequence[str], *
     """Writes ``environment.json``: the command, versions of Python and of what results depend on, and ``facts``
     only the caller knows (devices, mesh). The report shows it.
     """
-    versions = {"python": platform.python_version()}
+    path = Path(run_dir) / "environment.json"
+    write_json(path, {"command": shlex.join(command), "versions": versions(), "machine": platform.machine(), **facts})
+    return path
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that results depend on."""
+    out = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    path = Path(run_dir) / "environment.json"
-    write_json(path, {"command": shlex.join(command), "versions": versions, "machine": platform.machine(), **facts})
-    return path
+            out[name] = importlib.metadata.version(name)
+    return out
 
 
 class Writer:
@@ -111,10 +116,10 @@ class Writer:
             lines = [line({"step": int(step), **finite(row)[0]}) for row in rows]
             self._append("samples.jsonl", b"".join(lines))
 
-    def write_prompts(self, step: int, prompt_ids: Iterable[int]) -> None:
-        """The prompt ids of a step in order: what a resumed or a paired run must repeat exactly."""
+    def write_prompts(self, step: int, prompt_ids: Iterable[int], domains: Iterable[str]) -> None:
+        """The prompts of a step in order, and the domain of each: what a resumed or a paired run must repeat exactly."""
         if self.enabled:
-            self._append("prompts.jsonl", line({"step": int(step), "prompt_ids": [int(i) for i in prompt_ids]}))
+            self._append("prompts.jsonl", line({"step": int(step), "prompt_ids": [int(i) for i in prompt_ids], "domains": list(domains)}))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -161,14 +166,16 @@ class Progress:
       fields: what to show out of the values, see :data:`TRAIN_FIELDS`; () for jobs without metrics.
       seconds: least time between two plain lines; the first and the last step always get one.
       console: a ``rich.console.Console``; default stderr.
+      enabled: False shows nothing but what is logged as ``urgent``; for every process but the first of a multi-host run.
     """
 
     def __init__(self, total: int, start: int = 0, description: str = "train", fields: Fields = TRAIN_FIELDS,
-                 seconds: float = 10.0, console: Any = None):
+                 seconds: float = 10.0, console: Any = None, enabled: bool = True):
         from rich.console import Console
 
         self.total, self.step, self.description, self.fields, self.seconds = total, start, description, fields, seconds
         self.console = console or Console(stderr=True)
+        self.enabled = enabled
         self._bar: Any = None
         self._values: dict[str, Any] = {}
         self._last_line = -math.inf
@@ -176,7 +183,7 @@ class Progress:
         self._warm = False
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if self.console.is_terminal and self.enabled:
             from rich import progress
 
             self._bar = progress.Progress(
@@ -206,9 +213,10 @@ class Progress:
             self._last_line = now
             self.log("  ".join(filter(None, (f"{self.description} {step}/{self.total}", self.shown(), f"ETA {self.eta()}"))))
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, urgent: bool = False) -> None:
         """A line of text above the bar."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self.enabled or urgent:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def shown(self) -> str:
         numbers = {name: float(self._values.get(name, math.nan)) for _, name, _ in self.fields}

@@ -3,15 +3,15 @@
 import contextlib
 import importlib.resources
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlvr_jax import data
+from rlvr_jax import data, distributed, remote
 from rlvr_jax.config import Config, ConfigError
 from rlvr_jax.models import hf, known
 from rlvr_jax.models.decoder import DecoderConfig
@@ -34,7 +34,8 @@ def stream_key(seed: int, step: int, stream: str) -> jax.Array:
 
 
 def model_folder(config: Config) -> Path:
-    """The Hugging Face folder of ``model.path``; a model of the hub is downloaded where the local cache lacks it.
+    """The Hugging Face folder of ``model.path``; one in a bucket is copied to this machine first (and once), a model of the hub
+    is downloaded where the local cache lacks it.
 
     Raises:
       ConfigError: it does not exist, or cannot be had.
@@ -46,10 +47,15 @@ def model_folder(config: Config) -> Path:
             return known.download(config.model.path)
         except hf.ModelError as e:
             raise ConfigError(f"model.path: {e}") from None
-    folder = Path(os.path.expandvars(config.model.path)).expanduser()
+    path = os.path.expandvars(config.model.path)
+    folder = remote.local_folder(path, _part_of_model) if remote.is_remote(path) else Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: no config.json in '{folder}'; give a Hugging Face model folder, the id of a model (Qwen/Qwen2.5-0.5B), or 'embedded'")
+        raise ConfigError(f"model.path: no config.json in '{path}'; give a Hugging Face model folder, the id of a model (Qwen/Qwen2.5-0.5B), or 'embedded'")
     return folder
+
+
+def _part_of_model(name: str) -> bool:
+    return name in hf.COPIED or name.endswith((".safetensors", ".safetensors.index.json")) or name == "config.json"
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,14 @@ class Parts:
     dataset: Any
     mixer: mix.Mixer
     judge: "Judge"
+    programs: dict[Any, Any] = field(default_factory=dict)
+    """What has been compiled, by everything that is compiled in; runs of one process may share it."""
+
+    def program(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, or what an earlier run made for the same key."""
+        if key not in self.programs:
+            self.programs[key] = make()
+        return self.programs[key]
 
     def params(self) -> Any:
         return hf.load_params(self.folder, self.model, self.mesh)
@@ -78,8 +92,10 @@ class Parts:
         return self._engine(SamplingParams(self.config.eval.temperature, max_new_tokens=r.max_new_tokens, eos_ids=tuple(self.tokenizer.eos_ids), stop=r.stop))
 
     def _engine(self, sampling: SamplingParams, **shape: Any) -> LocalEngine:
-        return LocalEngine(self.model, sampling, self.mesh, compute_dtype=self.config.model.compute_dtype,
-                           prompt_buckets=length_buckets(self.config.data.max_prompt_length), slots=self.config.rollout.slots, decode=self.tokenizer.decode, **shape)
+        c = self.config
+        make = lambda: LocalEngine(self.model, sampling, self.mesh, compute_dtype=c.model.compute_dtype,  # noqa: E731
+                                   prompt_buckets=length_buckets(c.data.max_prompt_length), slots=c.rollout.slots, decode=self.tokenizer.decode, **shape)
+        return self.program((str(self.folder), sampling, self.mesh, c.model.compute_dtype, c.data.max_prompt_length, c.rollout.slots, *shape.items()), make)
 
 
 def row_length(config: Config) -> int:
@@ -89,11 +105,12 @@ def row_length(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Parts]:
+def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[Any, Any] | None = None) -> Iterator[Parts]:
     """Parts for a config; verifier processes end with the context.
 
     Args:
       rewards: functions ``(text, answer, **fields) -> float`` that replace the configured rewards (notebooks).
+      programs: of earlier runs of this process.
 
     Raises:
       ConfigError: a file, model, verifier or mesh that cannot be used.
@@ -111,11 +128,15 @@ def build(config: Config, rewards: Sequence[Any] | None = None) -> Iterator[Part
     dataset = data.build(config, tokenizer)
     mixer = mix.build_mixer(config.data.mixer.name, dataset.weights, **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:
-        yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge)
+        yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge, {} if programs is None else programs)
 
 
 class Judge:
-    """Texts to rewards: every row goes to the verifiers of its domain, in worker processes, and comes back in order."""
+    """Texts to rewards: every row goes to the verifiers of its domain, in worker processes, and comes back in order.
+
+    Of several processes each judges every n-th answer, in the order of submission, which is the same everywhere; all learn
+    all verdicts, so a verifier that times out on one host alone makes its row unknown on every host.
+    """
 
     def __init__(self, config: Config, dataset: Any, rewards: Sequence[Any] | None = None):
         self.recipes: list[Sequence[Mapping[Any, float]]] = []
@@ -127,6 +148,9 @@ class Judge:
                 registry.check(self._verifier(first, verifier), first.fields)
         self.threshold = config.algorithm.success_threshold
         self.reasons: dict[str, int] = {}
+        self.counters: dict[str, int] = {}
+        """Of the pools of all processes, as of the last :meth:`collect`."""
+        self._submitted = 0
         c = config.pool
         names = {registry.reference(self._verifier(source.order[0], v)) for source, recipe in zip(dataset.train.sources, self.recipes) for e in recipe for v in e}
         # Imported before the first row: a module that fails in a worker stops the run instead of judging every row unknown.
@@ -141,7 +165,10 @@ class Judge:
         return self.collect(rows, [self.submit(row, text) for row, text in zip(rows, texts)])
 
     def submit(self, row: Any, text: str) -> list[int]:
-        """Queues one answer and returns at once: what :meth:`collect` wants for it."""
+        """Queues one answer and returns at once: what :meth:`collect` wants for it; nothing where another process judges it."""
+        self._submitted += 1
+        if self._submitted % jax.process_count() != jax.process_index():
+            return []
         return [self.pool.submit(pools.Job(self._verifier(row, verifier), text, row.answer, row.fields)) for entry in self.recipes[row.domain] for verifier in entry]
 
     def collect(self, rows: Sequence[Any], tickets: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -151,12 +178,12 @@ class Judge:
             if verdict.status == "unknown" and (verdict.detail in self.reasons or len(self.reasons) < 100):
                 self.reasons[verdict.detail] = self.reasons.get(verdict.detail, 0) + 1
         verdicts = iter(scored)
-        out = []
-        for row in rows:
-            recipe = self.recipes[row.domain]
-            out.append(registry.combine(recipe, [next(verdicts) for _ in recipe], self.threshold))
-        reward, correct, valid = zip(*out) if out else ((), (), ())
-        return np.array(reward, np.float32), np.array(correct, bool), np.array(valid, bool)
+        own = np.zeros((len(rows), 3), np.float32)  # 0 where another process judges
+        for i, (row, of_row) in enumerate(zip(rows, tickets)):
+            if of_row:
+                own[i] = registry.combine(self.recipes[row.domain], [next(verdicts) for _ in of_row], self.threshold)
+        out, self.counters = _of_all(own, self.pool.counters)
+        return out[:, 0], out[:, 1].astype(bool), out[:, 2].astype(bool)
 
     def take_reasons(self) -> dict[str, int]:
         """Details of the unknown verdicts since the last call, the most frequent first."""
@@ -173,3 +200,14 @@ class Judge:
 
     def __exit__(self, *error: object) -> None:
         self.pool.close()
+
+
+def _of_all(verdicts: np.ndarray, counters: Mapping[str, int]) -> tuple[np.ndarray, dict[str, int]]:
+    """Sums over processes: ``verdicts [B, 3]``, each row judged by one of them and 0 elsewhere, and the counters."""
+    B, count = len(verdicts), np.array([*counters.values()], np.int32)
+    # One exchange, of few sizes: every size is a program to compile.
+    message = np.zeros(-(-(3 * B + len(count)) // 1024) * 1024, np.int32)
+    message[: 3 * B], message[3 * B : 3 * B + len(count)] = verdicts.reshape(-1).view(np.int32), count
+    everybody = distributed.gather(message)
+    total = everybody[:, : 3 * B].view(np.float32).sum(0).reshape(B, 3)
+    return total, dict(zip(counters, everybody[:, 3 * B : 3 * B + len(count)].sum(0).tolist()))

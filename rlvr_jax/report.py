@@ -37,6 +37,8 @@ class Chart(NamedTuple):
 
 LEARNING = (
     Chart("Accuracy on held-out prompts", ("eval/",), percent=True, markers=True),
+    Chart("Right at least once", ("pass_at_",), percent=True, markers=True, note="of k samples of a held-out prompt, unbiased"),
+    Chart("Majority right", ("majority_of_",), percent=True, markers=True, note="the most frequent answer of a held-out prompt"),
     Chart("Reward", ("reward/",), note="of the samples trained on, before any are dropped"),
     Chart("Accuracy on training prompts", ("accuracy/",), percent=True, note="share of samples that are right"),
     Chart("Response length", ("response/length_mean",), "tokens"),

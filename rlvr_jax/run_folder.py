@@ -2,36 +2,83 @@
 
 import contextlib
 import fcntl
+import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlvr_jax import remote
 from rlvr_jax.config import Config, ConfigError, validate
 
-# Sections that may change between a run and its continuation; any other change would make it another experiment.
-MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
-              "train.max_seconds", "train.samples_every")
+log = logging.getLogger(__name__)
+
+# Fields that may change between a run and its continuation; any other change would make it another experiment. The machine's
+# (mesh, slots, micro-batch, remat) change rounding only: on the same ones a continued run is the same bit for bit.
+MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "mesh", "rollout.slots", "train.micro_batch", "model.remat", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
+              "train.max_seconds", "train.samples_every", "train.step_limit_seconds", "train.generated_tokens", "train.updated_tokens")
+
+
+class RunFolder:
+    """Where a run writes what people read. A run folder in a bucket has a stand-in on the machine of the first process, because
+    buckets know no appending; :meth:`push` brings the bucket up to date.
+
+    Attributes:
+      local: to write to.
+      uri: of the bucket, or None.
+    """
+
+    def __init__(self, run_dir: str):
+        self.uri = run_dir if remote.is_remote(run_dir) else None
+        self.local = remote.cache("runs", run_dir) if self.uri else Path(run_dir)
+        self._pushed: dict[str, tuple[int, int]] = {}
+
+    def pull(self) -> None:
+        """The bucket is the truth: what an earlier start left in the stand-in alone is forgotten."""
+        if self.uri:
+            for path in self.local.iterdir():
+                if path.name != ".lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remote.download(self.uri, self.local, skip=("checkpoints",))
+
+    def push(self) -> None:
+        """A bucket that cannot be reached costs people's files, not the run: it is told, and tried again at the next push."""
+        if self.uri:
+            try:
+                remote.upload(self.local, self.uri, self._pushed, skip=("checkpoints",))
+            except OSError as e:
+                log.warning("%s could not be brought up to date: %s", self.uri, e)
 
 
 @contextlib.contextmanager
-def only_one(run_dir: Path) -> Iterator[None]:
-    """Holds the run folder's lock; the lock goes with the process, however it ends."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
+def only_one(run_dir: str, writer: bool = True) -> Iterator[RunFolder]:
+    """Holds the run folder; the lock goes with the process, however it ends.
+
+    Args:
+      writer: False in all processes of a run but the first: they hold nothing and write nothing.
+    """
+    folder = RunFolder(run_dir)
+    if not writer:
+        yield folder
+        return
+    folder.local.mkdir(parents=True, exist_ok=True)
+    with (folder.local / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process trains in {run_dir}; wait for it, or choose another run_dir") from None
-        yield
+        folder.pull()
+        yield folder
+        folder.push()
 
 
 def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
-    """A run folder goes on with the config it began with.
+    """A run folder goes on with the config it began with. A field that did not exist then had its default's meaning.
 
     Raises:
       ConfigError: names the fields that differ and may not.
     """
-    with contextlib.suppress(ConfigError):  # a field that came after the run began has its default in it
+    with contextlib.suppress(ConfigError):  # a field newer than the run has its default in it; one that exists no longer is named below
         saved = validate(saved).model_dump(mode="json")
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and not k.startswith((*MAY_CHANGE, "sft.")))

@@ -1,5 +1,6 @@
 """Log-probabilities of given tokens under given weights: what the update, the old and the reference policy share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,13 +42,20 @@ def row_logprob(params: Any, model: DecoderConfig, config: Config, tokens: Array
 
     Computes the rows that have a masked token, in micro-batches of ``train.micro_batch``, packed if ``train.packing``.
     """
+    of = lambda chunk, T: chunk_logprob(params, model, config, chunk, T)[0]  # noqa: E731
+    return row_scores(of, config, tokens, length, mask)
+
+
+def row_scores(of: Callable[[dict[str, Array], int], Any], config: Config, tokens: Array, length: Array, mask: Array) -> Any:
+    """As :func:`row_logprob`, of whatever ``of(chunk, T)`` computes: a tree of arrays, a number for each of the chunk's slots."""
     B, T = tokens.shape
     layout = lay_out(length, jnp.any(mask, 1), T, micro_batch=config.train.micro_batch, devices=batch_devices(config), packed=config.train.packing)
     chunks = gather(layout, tokens, {"mask": mask}, {})
 
-    def body(i: Array, out: Array) -> Array:
+    def body(i: Array, out: Any) -> Any:
         chunk = turn(chunks, i)
-        logprob, _ = chunk_logprob(params, model, config, chunk, layout.T)
-        return out.at[chunk["following"].reshape(-1)].set(logprob.reshape(-1), mode="drop")
+        put = lambda all_rows, x: all_rows.at[chunk["following"].reshape(-1)].set(x.reshape(-1), mode="drop")  # noqa: E731
+        return jax.tree.map(put, out, of(chunk, layout.T))
 
-    return jax.lax.fori_loop(0, layout.trips, body, jnp.zeros(B * T, jnp.float32)).reshape(B, T)
+    empty = jax.tree.map(lambda x: jnp.zeros(B * T, x.dtype), jax.eval_shape(lambda: of(turn(chunks, 0), layout.T)))
+    return jax.tree.map(lambda x: x.reshape(B, T), jax.lax.fori_loop(0, layout.trips, body, empty))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -97,6 +98,14 @@ def ways(axis: str) -> int:
     if mesh.empty or on is None:
         return 1
     return math.prod(mesh.shape.get(n, 1) for n in ((on,) if isinstance(on, str) else on))
+
+
+def place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that every process holds alike onto all devices; where device_put would compare it across processes, nothing is sent."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

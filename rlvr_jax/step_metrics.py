@@ -28,8 +28,13 @@ def mix_metrics(rows: Sequence[Any], proportions: np.ndarray, signal: np.ndarray
     return out | {f"mixer_signal/{n}": float(v) for n, v in zip(names, () if signal is None else signal) if np.isfinite(v)}
 
 
-def eval_metrics(scores: Mapping[str, float]) -> dict[str, float]:
-    return {f"eval/{n}": s for n, s in scores.items()} | {"eval/mean": float(np.mean(list(scores.values())))}
+def eval_metrics(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Accuracy by domain and its mean; with several samples a prompt also pass@k and the accuracy of the majority."""
+    kinds: dict[str, dict[str, float]] = {}
+    for name, score in scores.items():
+        for kind, value in score.measures().items():
+            kinds.setdefault(kind, {})[name] = value
+    return {f"{kind}/{n}": v for kind, values in kinds.items() for n, v in (values | {"mean": float(np.mean(list(values.values())))}).items()}
 
 
 def samples(rows: Sequence[Any], texts: Sequence[str], reward: np.ndarray, valid: np.ndarray) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@ same mesh and backend: everything that decides is in the checkpoint or a functio
 """
 
 import copy
+import json
 import logging
+import math
 import signal
 import sys
 import time
@@ -19,20 +21,23 @@ import jax
 import numpy as np
 
 from rlvr_jax import config as configs
+from rlvr_jax import distributed, pairing, report
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
-from rlvr_jax import report
 from rlvr_jax import step_metrics as observe
 from rlvr_jax import strategies as strategy_room
 from rlvr_jax.checkpoint import Checkpoints
 from rlvr_jax.collect import Collector
 from rlvr_jax.config import Config
+from rlvr_jax.critic import make_critic
 from rlvr_jax.evaluate import evaluate
-from rlvr_jax.run_folder import only_one, refuse_changes
-from rlvr_jax.state import abstract_state, init_state, make_optimizer, weights_sha256
+from rlvr_jax.records import write_json
+from rlvr_jax.run_folder import RunFolder, only_one, refuse_changes
+from rlvr_jax.state import abstract_state, init_state, policy_optimizer, weights_sha256
 from rlvr_jax.strategies.mix import build_mixer
 from rlvr_jax.types import TrainState
 from rlvr_jax.update import make_update
+from rlvr_jax.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +56,7 @@ class Record:
 
 
 def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[Any] | None = None, strategies: Sequence[Any] | None = None,
-          overrides: Sequence[str] = ()) -> dict[str, Any]:
+          overrides: Sequence[str] = (), programs: dict[Any, Any] | None = None) -> dict[str, Any]:
     """Trains, or continues, the run of ``config`` and returns its summary.
 
     Args:
@@ -59,6 +64,7 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
       rewards: functions ``(text, answer, **fields) -> float | bool | None`` instead of the configured rewards.
       strategies: like the config's ``strategies``; Strategy objects are allowed too.
       overrides: ``a.b=value`` strings, for a mapping or a file.
+      programs: a dict that keeps what is compiled for the next run of this process.
 
     Returns:
       The content of ``summary.json``.
@@ -70,9 +76,12 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     configs.check_for_training(config)
     assert config.run_dir is not None
     # Before a folder is made: what can be refused by its name alone.
-    strategy_room.build(list(config.strategies if strategies is None else strategies))
+    strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
+    if strategy.needs_groups and config.rollout.samples_per_prompt < 2:
+        raise configs.ConfigError("strategies: they compare the samples of one prompt, and rollout.samples_per_prompt is 1; use at least 2, or strategies of single rows")
     build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
-    with only_one(Path(config.run_dir)), part.build(config, rewards) as parts, _Loop(parts, strategies) as loop:
+    with (only_one(config.run_dir, distributed.first()) as folder, part.build(config, rewards, programs) as parts,
+          Watchdog(config.train.step_limit_seconds) as watchdog, _Loop(parts, strategies, folder, watchdog) as loop):
         return loop.run()
 
 
@@ -88,16 +97,17 @@ def as_config(config: Config | Mapping[str, Any] | str | Path, overrides: Sequen
 
 
 class _Loop:
-    def __init__(self, parts: part.Parts, strategies: Sequence[Any] | None):
+    def __init__(self, parts: part.Parts, strategies: Sequence[Any] | None, folder: RunFolder, watchdog: Watchdog):
         config = self.config = parts.config
-        self.parts, self.run_dir = parts, Path(config.run_dir or "runs/default")
+        self.parts, self.folder, self.run_dir, self.watchdog, self.first = parts, folder, folder.local, watchdog, distributed.first()
         self.strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
         self.compiles = observe.CompileCount()
-        self.optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
-        self.update = make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)
+        self.optimizer, self.critic = policy_optimizer(config), make_critic(config, parts.model)
+        make = lambda: make_update(parts.model, config, self.strategy, self.optimizer, parts.mesh)  # noqa: E731
+        self.update = parts.program(compiled_in(config), make) if strategies is None else make()
         self.collector = Collector(parts, entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
-        self.checkpoints = Checkpoints(self.run_dir, config.train.max_to_keep)
+        self.checkpoints = Checkpoints(config.run_dir or "runs/default", config.train.max_to_keep)
         self.stop_signal: int | None = None
         self.told: set[str] = set()
         self.clock: list[float] = []  # of the last step: device free, update begins, device free again
@@ -123,44 +133,63 @@ class _Loop:
         state, host, record = self._start()
         base = record.seconds
         ref_params = self.parts.params() if config.algorithm.kl_coef else None
-        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None, enabled=jax.process_index() == 0)
+        writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None, enabled=self.first)
         pending: tuple[int, dict[str, Any]] | None = None
-        with writer, metric.Progress(config.train.steps, record.step) as progress:
+        stop = self._stop(started)
+        with writer, metric.Progress(config.train.steps, record.step, enabled=self.first) as progress:
             if not record.eval and config.eval.prompts_per_domain:
-                self._evaluate(state.params, record, progress)
-                writer.write(0, observe.eval_metrics(record.eval["0"]) | {"compiles": self.compiles.count})
-            while record.step < config.train.steps and self.stop_signal is None:
+                writer.write(0, self._evaluate(state.params, record, progress) | {"compiles": self.compiles.count})
+            while not self._at_end(record) and not stop:
+                self.watchdog.feed(f"step {record.step + 1}")
                 state, host, values = self._step(state, host, record, ref_params, writer, progress)
                 self._tell_unknown(progress, "train", record.step)
                 if pending:  # one step late, so that the device never waits for the host
                     self._write(writer, progress, record, *pending)
                 pending = (record.step, values)
                 record.seconds = base + time.monotonic() - started
-                out_of_time = config.train.max_seconds is not None and time.monotonic() - started > config.train.max_seconds
-                last = record.step == config.train.steps
+                last = self._at_end(record, values["sums"])
                 if config.eval.prompts_per_domain and (last or record.step % config.train.eval_every == 0):
-                    self._evaluate(state.params, record, progress)
-                    values |= observe.eval_metrics(record.eval[str(record.step)])
-                if last or out_of_time or self.stop_signal is not None or self._save_due(record):
+                    values |= self._evaluate(state.params, record, progress)
+                stop = self._stop(started)
+                if last or stop or self._save_due(record):
                     self._write(writer, progress, record, *pending)
                     pending = None
                     self._save(state, host, record)
-                if out_of_time:
-                    break
             if pending:
                 self._write(writer, progress, record, *pending)
             self._save(state, host, record)
         self.checkpoints.wait()
         summary = self._summary(state, record)
-        metric.write_summary(self.run_dir, summary)
-        report.build(self.run_dir)
+        if self.first:
+            metric.write_summary(self.run_dir, summary)
+            report.build(self.run_dir)
         return summary
+
+    def _at_end(self, record: Record, unwritten: Mapping[str, Any] | None = None) -> bool:
+        """Whether train.steps or a token budget is reached; ``unwritten``: sums of a step that the record does not count yet."""
+        limit = self.config.train
+        if record.step >= limit.steps or record.generated_tokens >= (limit.generated_tokens or math.inf):
+            return True
+        if limit.updated_tokens is None:  # else this waits for the device: only its count decides
+            return False
+        more = 0 if unwritten is None else int(metric.means({"n": jax.device_get(unwritten["tokens/updated"])})["n"])
+        return record.updated_tokens + more >= limit.updated_tokens
+
+    def _stop(self, started: float) -> bool:
+        """Whether any process got a signal or is out of time; all processes get the same answer, so they stop after the same step."""
+        limit = self.config.train.max_seconds
+        out_of_time = limit is not None and time.monotonic() - started > limit
+        number = distributed.largest(self.stop_signal or int(out_of_time))
+        if number > 1:  # no signal that is handled has the number 1
+            self.stop_signal = number
+        return number > 0
 
     def _start(self) -> tuple[TrainState, dict[str, Any], Record]:
         """Fresh state, or the newest checkpoint's."""
         parts, config = self.parts, self.config
+        distributed.require_equal({"the config": config, "the versions": metric.versions(), "the data": parts.dataset.fingerprint})
         host = self.collector.init()
-        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh)
+        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
@@ -170,13 +199,17 @@ class _Loop:
             record = Record(**got["record"])
             record.data = parts.dataset.train.restore(record.data)
             record.resumed_from_step = record.step
-            log.info("resumed %s at step %d", self.run_dir, record.step)
+            distributed.require_equal({"the checkpoint that can be read": record.step})
+            log.info("resumed %s at step %d", config.run_dir, record.step)
             return state, host, record
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
-        metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
-        parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
-        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh)
+        if self.first:
+            metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
+            metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
+            parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
+        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
+        identity = pairing.identity(config, weights_sha256(state.params), parts.dataset.eval)
+        if self.first:
+            write_json(self.run_dir / pairing.FILE, identity)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
 
     def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer, progress: metric.Progress
@@ -193,10 +226,10 @@ class _Loop:
         record.generated_tokens += int(got.generated.rollout.response_length.sum())
         for note in got.notes:
             progress.log(note)
-        writer.write_prompts(record.step, [r.prompt_id for r in got.generated.rows])
+        writer.write_prompts(record.step, [r.prompt_id for r in got.generated.rows], [r.domain_name for r in got.generated.rows])
         if record.step % config.train.samples_every == 0 or record.step == 1:
             writer.write_samples(record.step, observe.samples(got.generated.rows, got.generated.texts, got.generated.reward, got.generated.valid))
-        values = got.values | {f"time/{name}": s for name, s in got.seconds.items()} | {f"verify/{k}": v for k, v in self.parts.judge.pool.counters.items()}
+        values = got.values | {f"time/{name}": s for name, s in got.seconds.items()} | {f"verify/{k}": v for k, v in self.parts.judge.counters.items()}
         return state, got.host, values | {"sums": sums, "clock": clock}
 
     def _write(self, writer: metric.Writer, progress: metric.Progress, record: Record, step: int, values: dict[str, Any]) -> None:
@@ -211,18 +244,21 @@ class _Loop:
         writer.write(step, values)
         progress.update(step, values)
 
-    def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> None:
+    def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> dict[str, float]:
+        """Scores the held-out prompts; accuracy goes into the record, all of it is returned as metrics."""
         e = self.config.eval
+        self.watchdog.feed(f"evaluation at step {record.step}")
         scores = evaluate(self.eval_engine, params, self.parts.dataset.eval, self.parts.judge, self.parts.tokenizer.decode, samples=e.samples_per_prompt, batch_prompts=e.batch_prompts)
         record.eval[str(record.step)] = {name: s.accuracy for name, s in scores.items()}
         self._tell_unknown(progress, "evaluation", record.step)
         progress.log(f"evaluation at step {record.step}: " + "  ".join(f"{n} {s.accuracy:.1%}{observe.unknown(s)}" for n, s in scores.items()))
+        return observe.eval_metrics(scores)
 
     def _tell_unknown(self, progress: metric.Progress, during: str, step: int) -> None:
         """Each new reason why answers could not be judged is told once; how many, every step, is a metric."""
         new = {reason: n for reason, n in self.parts.judge.take_reasons().items() if reason not in self.told}
         for reason, n in list(new.items())[:3]:
-            progress.log(f"{during} {step}: no verdict on {n} answer{'s' * (n > 1)}, not learned from: {reason}")
+            progress.log(f"{during} {step}: no verdict on {n} answer{'s' * (n > 1)}, not learned from: {reason}", urgent=True)
         self.told |= new.keys()
 
     def _save_due(self, record: Record) -> bool:
@@ -232,6 +268,9 @@ class _Loop:
         return record.step % self.config.train.save_every == 0 or best
 
     def _save(self, state: TrainState, host: dict[str, Any], record: Record) -> None:
+        self.watchdog.feed(f"save of step {record.step}")
+        if self.first:
+            self.folder.push()  # before the checkpoint, so that whoever goes on from it finds the records of its steps
         scores = record.eval.get(str(record.step))
         # A copy: the save goes on in the background while the next step changes the record.
         saved = {"record": copy.deepcopy(record.__dict__), "config": self.config.model_dump(mode="json")}
@@ -239,13 +278,21 @@ class _Loop:
 
     def _summary(self, state: TrainState, record: Record) -> dict[str, Any]:
         steps = sorted(map(int, record.eval))
-        finished = record.step >= self.config.train.steps
+        finished = self._at_end(record)
         return {
             "eval": {"before": record.eval[str(steps[0])] if steps else {}, "after": record.eval[str(steps[-1])] if steps else {}},
             "steps": record.step, "finished": finished, "seconds": round(record.seconds, 3), "generated_tokens": record.generated_tokens,
             "updated_tokens": record.updated_tokens, "compiles": self.compiles.count, "resumed_from_step": record.resumed_from_step,
             "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
             "weights_sha256": weights_sha256(state.params)}
+
+
+def compiled_in(config: Config) -> str:
+    """All of a config that may be part of its compiled update; the seed is not, nor how long the run lasts at a constant rate."""
+    host = {"save_every", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens", "step_limit_seconds"}
+    train = host | ({"steps"} if config.optimizer.schedule == "constant" else set())
+    tree = config.model_dump(mode="json", exclude={"train": train} | dict.fromkeys(("seed", "run_dir", "data", "rewards", "pool", "eval", "sft"), True))
+    return json.dumps([tree, list(config.data.domains), config.data.max_prompt_length])
 
 
 def _in_main_thread() -> bool:

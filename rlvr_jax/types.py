@@ -129,13 +129,14 @@ class TrainState(struct.PyTreeNode):
     """Everything on the device that changes from step to step.
 
     ``step`` counts trainer steps (rollouts); ``params`` and ``opt_state`` are float32; ``strategy_state`` belongs to
-    the chain of data strategies.
+    the chain of data strategies; ``critic`` is the value head and its optimizer, None without a critic.
     """
 
     step: Array
     params: Any
     opt_state: Any
     strategy_state: Any
+    critic: Any = None
 
 
 def response_mask(prompt_length: Array, response_length: Array, T: int) -> Array:

@@ -127,3 +127,20 @@ def test_killed_with_everything_on_it_goes_on_bit_for_bit(tmp_path, tmp_path_fac
     assert again["resumed_from_step"] >= 2 and again["weights_sha256"] == want["weights_sha256"]
     prompts_of = lambda name: [(r["step"], r["prompt_ids"]) for r in read_records(Path(tmp_path / name) / "prompts.jsonl")]  # noqa: E731
     assert prompts_of("whole") == prompts_of("killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("G, algorithm", [(4, {}), (8, {}), (16, {}), (32, {}), (8, {"advantage": "rloo"}), (8, {"advantage": "gae"})],
+                         ids=["4", "8", "16", "32", "rloo", "ppo"])
+def test_replay_fills_the_batch_at_every_group_size(tmp_path, G, algorithm):
+    """From what the rollout gives to at least 90% of groups that teach, within ten steps."""
+    from rlvr_jax.train import train
+
+    domains = {"sums": {"task": "arithmetic", "task_args": {"digits": [1, 2], "ops": "+"}}, "knights": {"task": "knights", "task_args": {"people": [2, 2]}, "weight": 2}}
+    train({"data": {"domains": domains, "max_prompt_length": 32}, "rollout": {"samples_per_prompt": G, "max_new_tokens": 32}, "replay": {"kind": "popo"},
+           "algorithm": algorithm, "optimizer": {"learning_rate": 1e-5}, "eval": {"prompts_per_domain": 0}, "run_dir": str(tmp_path / "run"),
+           "train": {"steps": 10, "prompts_per_step": 12, "micro_batch": 12, "save_every": 100}})
+    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["step"]]
+    fresh, trained = ([r[f"replay/{name}effective_fraction"] for r in steps] for name in ("fresh_", ""))
+    print(f"G {G} {algorithm}: fresh {np.mean(fresh):.0%}, trained {' '.join(f'{x:.0%}' for x in trained)}")
+    assert np.mean(fresh) < 0.9 and trained[0] == fresh[0] and max(trained) >= 0.9 and np.mean(trained[5:]) >= 0.9

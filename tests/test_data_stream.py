@@ -319,3 +319,17 @@ def test_generated_tasks_take_templates_and_refuse_what_does_not_fit():
                             ({"task_args": {"numbers": 9}}, "between 2 and 6")):
         with pytest.raises(DataError, match=message):
             make({"d": {"task": "countdown", **domain}})
+
+
+def test_a_task_of_so_many_problems_comes_again_each_epoch():
+    task = {"d": {"task": "countdown", "task_args": {"numbers": [3, 3], "max_number": 9, "ops": "+-"}, "problems": 24}}
+    first, second = make(task), make(task, seed=1)
+    epochs = [texts(rows) for rows in np.array_split(np.array(draw(first, 72)[0], object), 3)]
+    assert all(sorted(e) == sorted(epochs[0]) and len(set(e)) == 24 for e in epochs) and epochs[0] != epochs[1]
+    other = texts(draw(second, 24)[0])
+    assert sorted(other) == sorted(epochs[0]) and other != epochs[0]  # a seed decides the order alone
+    assert not set(epochs[0]) & set(texts(first.eval["d"]))
+    with pytest.raises(DataError, match=r"data\.domains\.d\.problems: 500 are wanted, but task 'arithmetic' has only about \d+ .*widen the task"):
+        make({"d": {"task": "arithmetic", "task_args": {"digits": [1, 1], "ops": "+"}, "problems": 500}})
+    with pytest.raises(config_lib.ConfigError, match="'problems' goes with 'task'"):
+        make(math("a.jsonl", problems=3))

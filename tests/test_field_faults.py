@@ -23,7 +23,7 @@ from rlvr_jax.models import hf
 from rlvr_jax.state import weights_sha256
 from rlvr_jax.step_metrics import rollout_metrics
 from rlvr_jax.train import train
-from rlvr_jax.types import Rollout, response_mask
+from rlvr_jax.types import Rollout, TrainState, response_mask
 
 TESTS = Path(__file__).resolve().parent
 ONE_PROCESS = "not here: one process per run, so no other host can hang or race it"
@@ -170,12 +170,12 @@ def test_a_constant_reward_ends_in_time_and_is_recorded(tmp_path, tiny_model):
 
 def test_a_failed_background_save_is_raised(tmp_path):
     """[orbax #605, maxtext #868] one process needs no jax.distributed, and a save that fails later is not lost."""
-    state = {"x": jnp.arange(4.0)}
+    state = TrainState(step=jnp.int32(1), params={"x": jnp.arange(4.0)}, opt_state=(), strategy_state=())
     checkpoints = Checkpoints(tmp_path, 2)
     checkpoints.save(1, state, {}, {"a": 1}, None)
     checkpoints.wait()
     restored = checkpoints.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state), {})
-    assert restored is not None and restored[0]["x"].tolist() == [0, 1, 2, 3] and restored[2] == {"a": 1} and not jax.distributed.is_initialized()
+    assert restored is not None and restored[0].params["x"].tolist() == [0, 1, 2, 3] and restored[2] == {"a": 1} and not jax.distributed.is_initialized()
     folder = tmp_path / "checkpoints"
     folder.rename(tmp_path / "gone")
     folder.write_text("no folder any more")  # as on a disk that has failed; a superuser may write into read-only folders

@@ -16,17 +16,17 @@ PACKAGE = ROOT / "rlvr_jax"
 
 # A room (a module or sub-package of rlvr_jax) may import rooms of earlier lines, and of its own line without a cycle.
 TIERS = (
-    {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random"},
-    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling"},
-    {"losses", "rollout", "report", "coefficients", "scoring", "state"},
+    {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random", "exit_codes", "watchdog", "remote", "distributed"},
+    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling", "pairing"},
+    {"losses", "rollout", "report", "coefficients", "critic", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
     {"step_metrics"},
     {"collect"},
-    {"train", "compare", "plan", "sft", "bench", "generate"},
+    {"train", "compare", "plan", "sft", "bench", "generate", "preflight"},
     {"cli"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-WITHOUT_JAX = ("config", "config_errors", "metrics", "records", "page", "charts", "report", "rewards", "cli")
+WITHOUT_JAX = ("config", "config_errors", "metrics", "records", "page", "charts", "report", "rewards", "cli", "watchdog", "exit_codes", "remote", "run_folder", "distributed")
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "rlvr_jax", "configs", "kernels", "tests", "tpu_scripts"}
 
 
@@ -145,7 +145,7 @@ def test_light_rooms_never_import_jax(room):
     assert run.stdout.strip() == "[]", run.stdout + run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["verify", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["preflight", "--help"], ["report", "--help"], ["verify", "--help"]])
 def test_help_does_not_pay_for_heavy_imports(arguments):
     code = ("import sys\nfrom rlvr_jax.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
             "heavy = ('jax', 'transformers', 'optax', 'orbax', 'grain', 'matplotlib', 'torch', 'tensorboard', 'math_verify', 'sympy')\n"

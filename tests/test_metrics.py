@@ -71,15 +71,15 @@ def test_resume_removes_what_the_killed_run_left_beyond_its_checkpoint(tmp_path)
         for step in range(8):
             writer.write(step, {"x": step})
             writer.write_samples(step, [{"response": f"old {step}"}])
-            writer.write_prompts(step, np.array([step, 7]))
+            writer.write_prompts(step, np.array([step, 7]), ["sums", "knights"])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "x"')  # killed in mid-write
     with metrics.Writer(tmp_path, resume_step=4) as writer:
         for step in range(5, 10):
             writer.write(step, {"x": -step})
             writer.write_samples(step, [{"response": f"new {step}"}])
-            writer.write_prompts(step, [step, 7])
-    assert lines(tmp_path / "prompts.jsonl") == [{"step": step, "prompt_ids": [step, 7]} for step in range(10)]
+            writer.write_prompts(step, [step, 7], ["sums", "knights"])
+    assert lines(tmp_path / "prompts.jsonl") == [{"step": step, "prompt_ids": [step, 7], "domains": ["sums", "knights"]} for step in range(10)]
     expected = [0, 1, 2, 3, 4, -5, -6, -7, -8, -9]
     assert [r["x"] for r in lines(tmp_path / "metrics.jsonl")] == expected
     assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(10))

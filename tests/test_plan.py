@@ -20,7 +20,8 @@ from rlvr_jax.plan import estimate, hlo, memory, programs, sweep, targets
 from rlvr_jax.sharding import check_divides, make_mesh, named, shardings
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-RECIPES = sorted(p.relative_to(CONFIGS).as_posix() for folder in ("dataflex", "popo", "single_gpu") for p in (CONFIGS / folder).glob("*.yaml"))
+RECIPES = sorted(p.relative_to(CONFIGS).as_posix() for folder in ("dataflex", "popo", "single_gpu") for p in (CONFIGS / folder).glob("*.yaml")
+                 if "rlvr-jax plan" in p.read_text())
 TINY = DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
@@ -232,6 +233,10 @@ def test_a_sweep_only_looks_at_meshes_that_divide():
     meshes = {(c.mesh.data, c.mesh.fsdp, c.mesh.tensor) for c in found}
     assert (1, 8, 1) in meshes and (2, 2, 2) in meshes and max(t for _, _, t in meshes) == 2  # two key heads
     assert all(d * f * t == 8 for d, f, t in meshes) and {c.train.micro_batch for c in found if c.mesh.tensor == 2} == {4, 8, 16}
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 11 and "dataflex/qwen2_5_7b_v5e64.yaml" in RECIPES
 
 
 def lines_of(recipe):

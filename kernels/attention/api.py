@@ -12,14 +12,13 @@ needs keys repeated for every query head, visits all tiles below the diagonal wh
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
+from ..platforms import on_tpu, refuse
 from ..token_logprob.mesh import BATCH_AXES, VOCAB_AXIS, free_axes
 from . import blocks, reference, splash
 
@@ -66,9 +65,9 @@ def packed_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = N
 def _dispatch(name: str | None, window: int, *arrays: Array) -> Array:
     call = lambda name: functools.partial(IMPLEMENTATIONS[name], window=window)  # noqa: E731
     if name == "splash":
-        return jax.lax.platform_dependent(*arrays, tpu=call(name), default=_refuse)
+        return on_tpu(call(name), _refuse)(*arrays)
     if name is None and str(arrays[0].dtype) in splash.DTYPES:
-        return jax.lax.platform_dependent(*arrays, tpu=call("splash"), default=call("blocks"))
+        return on_tpu(call("splash"), call("blocks"))(*arrays)
     return call(name or "blocks")(*arrays)
 
 
@@ -110,17 +109,7 @@ def _check(q: Array, k: Array, v: Array, segment_ids: Array | None, window: int 
         raise ValueError(f"attention 'splash' takes {' or '.join(splash.DTYPES)}, not {q.dtype}; use 'blocks', or None")
 
 
-_refused = Primitive("attention_refused")
-_refused.def_abstract_eval(lambda q: q)
-
-
-def _refusal(ctx: mlir.LoweringRuleContext, _: Any) -> Any:
-    seen = " and ".join(ctx.module_context.platforms)
-    raise ValueError(f"attention 'splash' is a TPU kernel and this program is compiled for {seen}; use 'blocks', or None to choose by platform")
-
-
-mlir.register_lowering(_refused, _refusal)
-_stop = jax.jit(_refused.bind)  # outside of any jit there would be no lowering
+_stop = functools.partial(refuse, kernel="attention 'splash'", instead="'blocks'")
 
 
 @jax.custom_vjp

@@ -10,14 +10,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import chunked, fused, pallas_gpu, reference, streamed
+from . import by_platform, chunked, fused, pallas_gpu, reference, streamed
 from .logits import Logits
 from .objective import Objective, Rows, Stats, fold_stats, needs_whole_rows, policy_objective
 
 Array = jax.Array
-Implementation = Literal["reference", "chunked", "pallas_gpu"]
+Implementation = Literal["reference", "chunked", "pallas_gpu", "pallas_tpu"]
 
-STREAMED = {"chunked": streamed.Passes(chunked.forward, chunked.backward), "pallas_gpu": streamed.Passes(pallas_gpu.forward, pallas_gpu.backward)}
+STREAMED = {"chunked": streamed.Passes(chunked.forward, chunked.backward), "pallas_gpu": streamed.Passes(pallas_gpu.forward, pallas_gpu.backward),
+            "pallas_tpu": by_platform.ONLY_ON_TPU}
 IMPLEMENTATIONS = ("reference", *STREAMED)
 
 
@@ -40,20 +41,24 @@ def token_logprob(hidden: Array, head: Array, targets: Array, *, weights: Array 
       soft_cap: ``cap(u) = soft_cap * tanh(u / soft_cap)``, > 0, or None.
       logit_scale: factor before the cap.
       with_entropy: also return the entropy (nats) of the tempered distribution.
-      implementation: 'reference', 'chunked', 'pallas_gpu' (CUDA only), or None: 'chunked', until a kernel has been measured to be faster.
+      implementation: 'reference', 'chunked', 'pallas_gpu' (CUDA only), 'pallas_tpu' (bfloat16 or float32, TPU only), or None for the choice
+        by the platform that the program is compiled for: on TPU :func:`by_platform.kernels_for_tpu`, elsewhere 'chunked' until a
+        kernel has been measured to be faster.
 
     Returns:
       ``(logprob [tokens] float32, entropy [tokens] float32 or None)``.
 
     Raises:
-      ValueError: an implementation that does not exist here, shapes that do not fit, temperature or soft_cap <= 0.
+      ValueError: an implementation that does not exist here, shapes that do not fit, temperature or soft_cap <= 0;
+        a kernel named for another platform (when the program is lowered) or for dtypes that it does not take.
     """
     how = Logits(float(temperature), soft_cap, float(logit_scale), with_entropy)
     _check("token_logprob", how, implementation, hidden, head, targets, weights)
     live = jnp.ones(targets.shape, bool) if weights is None else weights != 0
     if implementation == "reference":
         return reference.token_logprob(how, hidden, head, targets, live)
-    return streamed.token_logprob(STREAMED[implementation or "chunked"], how, hidden, head, targets, live)
+    passes = by_platform.default_passes(hidden, head) if implementation is None else STREAMED[implementation]
+    return streamed.token_logprob(passes, how, hidden, head, targets, live)
 
 
 class PolicyLoss(NamedTuple):
@@ -82,7 +87,7 @@ def policy_loss(hidden: Array, head: Array, targets: Array, *, advantage: Array,
     """The policy loss of given tokens; the gradient for hidden and head never holds ``[tokens, V]``.
 
     Where a token's loss needs only its own log-probability, logits, loss and both gradients are made in one pass
-    (:mod:`.fused`, three matmuls); objectives over whole rows take two passes, 'reference' is plain.
+    (:mod:`.fused`, three matmuls); objectives over whole rows, and on TPU all of them, take two passes, 'reference' is plain.
 
     Args:
       hidden, head, targets, temperature, soft_cap, logit_scale: as in :func:`token_logprob`.
@@ -108,7 +113,8 @@ def policy_loss(hidden: Array, head: Array, targets: Array, *, advantage: Array,
     operands = {name: x for name, x in operands.items() if x is not None}
     loss = functools.partial(_summed, objective)
     if implementation in (None, "chunked") and not needs_whole_rows(objective):
-        total, stats, logprob, entropy = fused.token_loss(how, hidden, head, targets, live, operands, loss, fold_stats)
+        kernels = by_platform.kernels_for_tpu(hidden, head) if implementation is None else None
+        total, stats, logprob, entropy = fused.token_loss(how, hidden, head, targets, live, operands, loss, fold_stats, kernels=kernels)
     else:
         logprob, entropy = token_logprob(hidden, head, targets, weights=weights, temperature=temperature, soft_cap=soft_cap,
                                          logit_scale=logit_scale, with_entropy=how.with_entropy, implementation=implementation)

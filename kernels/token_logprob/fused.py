@@ -5,6 +5,9 @@ The loss of a token is a function of its log-probability (and entropy) and of nu
 and both gradients follow on the spot: three matmuls instead of the four of :mod:`.chunked`, which makes the logits
 again in its backward pass. Not for objectives that need a whole row's log-probabilities first.
 
+In a program for TPU the caller may put the two passes of a kernel in the place of the chunks: four matmuls, but no logit in
+main memory (:mod:`.by_platform`).
+
 The forward pass leaves finished gradients behind; the backward pass multiplies them by the incoming scalar.
 """
 
@@ -17,9 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from ..platforms import on_tpu
 from . import blocks, mesh
 from .logits import Logits
 from .reference import accumulation_dtype, logits, through_logits
+from .streamed import Passes
 
 Array = jax.Array
 TokenLoss = Callable[[Array, Array | None, Any], tuple[Array, Any]]
@@ -32,6 +37,7 @@ class Static(NamedTuple):
     loss: TokenLoss
     fold: Callable[[Any], Any]
     chunk: int | None
+    kernels: Passes | None
 
 
 class Out(NamedTuple):
@@ -44,7 +50,7 @@ class Out(NamedTuple):
 
 
 def token_loss(how: Logits, hidden: Array, head: Array, targets: Array, live: Array, operands: Any, loss: TokenLoss, fold: Callable[[Any], Any], *,
-               chunk: int | None = None) -> Out:
+               chunk: int | None = None, kernels: Passes | None = None) -> Out:
     """``loss(logprob, entropy or None, operands) -> (sum [], statistics)`` over all live tokens, differentiated.
 
     Args:
@@ -58,11 +64,12 @@ def token_loss(how: Logits, hidden: Array, head: Array, targets: Array, live: Ar
         logprob 0 and operands of 0, and must add nothing.
       fold: statistics stacked on a new first axis -> one tree of statistics.
       chunk: as in :func:`chunked.forward`.
+      kernels: what a program for TPU uses instead of chunks.
 
     Returns:
       See :class:`Out`; differentiable in hidden and head through the sum.
     """
-    total, stats, logprob, entropy = _fused(Static(how, loss, fold, chunk), hidden, head, targets, live, operands)
+    total, stats, logprob, entropy = _fused(Static(how, loss, fold, chunk, kernels), hidden, head, targets, live, operands)
     return Out(total, stats, logprob, entropy)
 
 
@@ -91,7 +98,10 @@ def _run(static: Static, with_grad: bool, *args: Any) -> tuple[Any, Any]:
 
     def body(hidden: Array, head: Array, targets: Array, live: Array, operands: Any) -> Any:
         first, h, t = mesh.live_first(split, head.shape[0], hidden, targets, live)
-        total, stats, logprob, entropy, grads = _walk(static, split, with_grad, h, head.astype(h.dtype), t, first.count, jax.tree.map(first, operands))
+        walk: Callable[..., Any] = functools.partial(_walk, static, split, with_grad)
+        if static.kernels is not None:
+            walk = on_tpu(functools.partial(_by_kernels, static, split, with_grad), walk)
+        total, stats, logprob, entropy, grads = walk(h, head.astype(h.dtype), t, first.count, jax.tree.map(first, operands))
         if grads is not None:
             d_hidden, d_head = mesh.reduced(split, *grads)
             grads = first.back(d_hidden).astype(h.dtype), d_head.astype(head.dtype)
@@ -102,9 +112,26 @@ def _run(static: Static, with_grad: bool, *args: Any) -> tuple[Any, Any]:
     hidden, targets, live, operands = mesh.over_tokens((hidden, targets, live, operands), shards)
     grads_spec = (rows, mesh.gradient_spec(split)) if with_grad else None
     specs = (rows, mesh.head_spec(split), rows, rows, rows)
-    total, stats, logprob, entropy, grads = mesh.run(body, split, specs, (rows, rows, rows, rows, grads_spec), hidden, head, targets, live, operands)
+    total, stats, logprob, entropy, grads = mesh.run(body, specs, (rows, rows, rows, rows, grads_spec), hidden, head, targets, live, operands)
     out = jnp.sum(total), static.fold(stats), logprob[:n], None if entropy is None else entropy[:n]
     return out, None if grads is None else (grads[0][:n], grads[1])
+
+
+def _by_kernels(static: Static, split: mesh.Split, with_grad: bool, hidden: Array, head: Array, targets: Array, count: Array, operands: Any) -> Any:
+    """As :func:`_walk`: between the two passes the loss of all tokens, and its slopes."""
+    how, kernels = static.how, static.kernels
+    assert kernels is not None
+    alive = jnp.arange(hidden.shape[0]) < count
+    lse, target, mean = mesh.whole_vocab(split, *kernels.forward(how, hidden, head, targets, count))
+    # Over the parts of the vocabulary a dead token has become the sum of nothing: log 2 of two.
+    logprob, entropy = (None if x is None else jnp.where(alive, x, 0) for x in (target - lse, None if mean is None else lse - mean))
+    losses = jax.value_and_grad(static.loss, argnums=(0,) if entropy is None else (0, 1), has_aux=True)
+    (total, stats), slopes = losses(logprob, entropy, operands)
+    grads = None
+    if with_grad:
+        d_hidden, d_head = kernels.backward(how, hidden, head, targets, count, lse, mean, slopes[0], None if entropy is None else slopes[1])
+        grads = d_hidden if split.vocab else d_hidden.astype(hidden.dtype), d_head
+    return total, stats, logprob, entropy, grads
 
 
 def _walk(static: Static, split: mesh.Split, with_grad: bool, hidden: Array, head: Array, targets: Array, count: Array, operands: Any) -> Any:

@@ -54,11 +54,10 @@ def over_tokens(tree: Any, shards: int) -> Any:
     return jax.tree.map(pad, tree)
 
 
-def run(body: Callable[..., Any], split: Split, specs: Any, out_specs: Any, *args: Any) -> Any:
-    """``body(*args)`` on each device's part; called plainly where nothing is split."""
-    if split.batch or split.vocab:
-        return jax.shard_map(body, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
-    return body(*args)
+def run(body: Callable[..., Any], specs: Any, out_specs: Any, *args: Any) -> Any:
+    """``body(*args)`` on each device's part, on the whole where nothing is split: a kernel cannot be split by the compiler."""
+    free = set(free_axes())
+    return jax.shard_map(body, in_specs=specs, out_specs=out_specs, axis_names=free, check_vma=False)(*args) if free else body(*args)
 
 
 def head_spec(split: Split) -> P:

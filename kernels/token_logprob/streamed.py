@@ -42,7 +42,7 @@ def _forward(passes: Passes, how: Logits, hidden: Array, head: Array, targets: A
 
     rows = P(split.batch or None)
     tokens, *columns = mesh.over_tokens((hidden, targets, live), shards)
-    out = mesh.run(body, split, (rows, mesh.head_spec(split), rows, rows), rows, tokens, head, *columns)
+    out = mesh.run(body, (rows, mesh.head_spec(split), rows, rows), rows, tokens, head, *columns)
     logprob, lse, *rest = (x[:n] for x in out)
     entropy, mean = rest if rest else (None, None)
     return (logprob, entropy), (hidden, head, targets, live, lse, mean)
@@ -65,7 +65,7 @@ def _backward(passes: Passes, how: Logits, saved: Any, cotangents: tuple[Array, 
     vectors = (lse, cotangents[0]) if mean is None else (lse, cotangents[0], mean, cotangents[1])
     specs = (rows, mesh.head_spec(split), rows, rows, *(rows for _ in vectors))
     tokens, *columns = mesh.over_tokens((hidden, targets, live, *vectors), shards)
-    d_hidden, d_head = mesh.run(body, split, specs, (rows, mesh.gradient_spec(split)), tokens, head, *columns)
+    d_hidden, d_head = mesh.run(body, specs, (rows, mesh.gradient_spec(split)), tokens, head, *columns)
     return d_hidden[:n], d_head, None, None
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from rlvr_jax import config as configs
-from rlvr_jax import strategies
+from rlvr_jax import replay, strategies
 from rlvr_jax.bench.rollout import random_prompts
 from rlvr_jax.bench.workloads import (
     GROUP,
@@ -28,6 +28,7 @@ from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine
 from rlvr_jax.sharding import make_mesh
 from rlvr_jax.state import init_state, make_optimizer
+from rlvr_jax.strategies import prompts
 from rlvr_jax.types import UpdateBatch
 from rlvr_jax.update import make_update
 
@@ -36,7 +37,8 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
     """Measures one workload with random weights, 8 prompts x 8 samples of 128 tokens, float32.
 
     Keys: ``bench workload kept lengths dtype seconds tokens_per_s limit_fraction peak_mb`` as in ``bench update``, and
-    ``rollout_s verify_s update_s``. Answers are judged in two worker processes as they end; so that every row is
+    ``rollout_s verify_s update_s``. A second record, ``bookkeeping``: seconds, and share of the step, of what POPO and MoPPS do on
+    the host for such a batch when half of its groups teach nothing. Answers are judged in two worker processes as they end; so that every row is
     learned from, the reward of the update is drawn, and the verdicts (random text: wrong) are only waited for.
 
     Raises:
@@ -52,12 +54,14 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
         step = _Step(workload, micro_batch, judge)
         step()
         times = [step() for _ in range(repeat)]
+        bookkeeping = median(step.bookkeeping(t) for t in range(20))
     full = np.full((PROMPTS, GROUP), RESPONSE)
     limit = (rollout_seconds(model, PROMPT, full, rate, copy, 4) + update_flops(model, np.full(full.size, PROMPT), full.ravel()) / rate)
     seconds = median(sum(t) for t in times)
     rollout, verify, update = (median(t[i] for t in times) for i in range(3))
     yield {"bench": "step", "workload": workload, "kept": 1.0, "lengths": None, "dtype": "float32", "seconds": seconds, "tokens_per_s": full.sum() / seconds,
            "limit_fraction": limit / seconds, "rollout_s": rollout, "verify_s": verify, "update_s": update}
+    yield {"bench": "bookkeeping", "workload": workload, "seconds": bookkeeping, "share": bookkeeping / seconds}
 
 
 class _Step:
@@ -66,14 +70,17 @@ class _Step:
     def __init__(self, workload: str, micro_batch: int, judge: pool.Pool):
         self.model, self.judge = WORKLOADS[workload], judge
         config = configs.validate({
-            "rollout": {"samples_per_prompt": GROUP, "max_new_tokens": RESPONSE}, "data": {"max_prompt_length": PROMPT},
-            "optimizer": {"learning_rate": 1e-6}, "train": {"prompts_per_step": PROMPTS, "micro_batch": micro_batch}})
+            "rollout": {"samples_per_prompt": GROUP, "max_new_tokens": RESPONSE}, "data": {"max_prompt_length": PROMPT, "prompts": {"kind": "mopps"}},
+            "optimizer": {"learning_rate": 1e-6}, "replay": {"kind": "popo"}, "train": {"prompts_per_step": PROMPTS, "micro_batch": micro_batch}})
         strategy, optimizer, mesh = strategies.build([]), make_optimizer(config.optimizer, 1000), make_mesh(devices=jax.devices()[:1])
         params = jax.jit(lambda key: init_params(self.model, key))(jax.random.key(0))
         self.state = init_state(params, self.model, optimizer, strategy, mesh)
         self.update = make_update(self.model, config, strategy, optimizer, mesh)
         self.engine = LocalEngine(self.model, SamplingParams(max_new_tokens=RESPONSE), mesh, prompt_buckets=(PROMPT,), slots=PROMPTS * GROUP)
         self.prompts = random_prompts(self.model, PROMPTS, PROMPT)
+        self.replay, self.chooser = replay.build(config, PROMPT + RESPONSE), prompts.build(config)
+        assert self.replay is not None
+        self.buffer, self.posteriors = self.replay.init(), self.chooser.init()
 
     def __call__(self) -> tuple[float, float, float]:
         start = time.perf_counter()
@@ -94,6 +101,20 @@ class _Step:
             tokens=rollout.tokens, prompt_length=rollout.prompt_length, response_length=rollout.response_length, logprob=rollout.logprob,
             behavior_logprob=rollout.behavior_logprob, entropy=None, reward=reward, valid=np.ones(len(reward), bool), correct=reward > 0.5,
             truncated=rollout.truncated, policy_step=rollout.policy_step, domain=np.zeros(PROMPTS, np.int32))
-        self.state, sums = self.update(self.state, UpdateBatch(**fields), jax.random.key(1))
+        self.batch = UpdateBatch(**fields)
+        self.state, sums = self.update(self.state, self.batch, jax.random.key(1))
         jax.block_until_ready(sums)
         return sampled - start, judged - sampled, time.perf_counter() - judged
+
+    def bookkeeping(self, step: int) -> float:
+        """Seconds to choose this step's prompts, learn from their verdicts, and fill half of the batch from the buffer."""
+        assert self.replay is not None
+        ids = np.random.default_rng(step).integers(0, 2**31, PROMPTS * self.chooser.candidates, np.int32)
+        half = np.repeat(np.arange(PROMPTS) % 2 == 0, GROUP)
+        batch = self.batch.replace(reward=np.where(half, 0, self.batch.reward))
+        start = time.perf_counter()
+        chosen, = self.chooser.propose(self.posteriors, 0, step, [ids], [PROMPTS])
+        solved = np.asarray(self.batch.correct).reshape(PROMPTS, GROUP).sum(1)
+        self.posteriors = self.chooser.observe(self.posteriors, ids[chosen.indices], solved, np.full(PROMPTS, GROUP), step)
+        _, self.buffer, _ = self.replay.apply(self.buffer, batch, prompt_id=ids[chosen.indices], step=step)
+        return time.perf_counter() - start

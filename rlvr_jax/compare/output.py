@@ -15,10 +15,11 @@ from rlvr_jax.compare.wording import HEAD, verdict_row
 from rlvr_jax.records import write_atomic, write_json
 
 
-def write(comparison: Comparison, folder: str | os.PathLike[str], title: str, facts: Mapping[str, Any] | None = None) -> Path:
+def write(comparison: Comparison, folder: str | os.PathLike[str], title: str, facts: Mapping[str, Any] | None = None, sections: Sequence[str] = ()) -> Path:
     """Writes the four files into ``folder``, made if missing, and returns the path of report.html.
 
-    The same comparison gives the same bytes. ``facts``: where the table came from, for the page and results.json.
+    The same comparison gives the same bytes. ``facts``: where the table came from, for the page and results.json. ``sections``: more
+    of the page, as HTML, before its explanations.
 
     Raises:
       OSError: a file could not be written; an earlier one of its name is untouched.
@@ -27,7 +28,7 @@ def write(comparison: Comparison, folder: str | os.PathLike[str], title: str, fa
     write_atomic(path / "results.csv", _csv(records(comparison)))
     write_json(path / "results.json", tree(comparison, facts))
     write_atomic(path / "results.md", markdown(comparison).encode("utf-8", "replace"))
-    write_atomic(path / "report.html", report.build(comparison, title, facts))
+    write_atomic(path / "report.html", report.build(comparison, title, facts, sections))
     return path / "report.html"
 
 

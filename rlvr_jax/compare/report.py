@@ -19,10 +19,10 @@ TONES = {"better": "good", "worse": "bad"}
 CSS = {"better": "up", "worse": "down"}
 
 
-def build(comparison: Comparison, title: str, facts: Mapping[str, Any]) -> bytes:
-    """The page; ``facts``: where the table came from, shown as a list at the end."""
+def build(comparison: Comparison, title: str, facts: Mapping[str, Any], sections: Sequence[str] = ()) -> bytes:
+    """The page; ``facts``: where the table came from, shown as a list at the end; ``sections``: HTML put before the explanations."""
     c = comparison
-    parts = [_head(c, title), _verdicts(c), _forest(c), _domains(c), _curves(c), _method(c), _setup(facts)]
+    parts = [_head(c, title), _verdicts(c), _forest(c), _domains(c), _curves(c), *sections, _method(c), _setup(facts)]
     return page.document(f"{title} · rlvr_jax", parts)
 
 

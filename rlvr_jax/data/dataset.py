@@ -16,7 +16,8 @@ from rlvr_jax.data.rows import DataError, Example, Message, Notes, Row, digest, 
 
 _PROBED = 100  # records that decide which columns there are
 _NAMED = 5  # broken rows named one by one in the warnings
-_EVAL_SEED = "evaluation"
+_EVAL_SEED, _PROBLEM_SEED = "evaluation", "problems"
+_PROBLEM_PATIENCE = 20  # problems generated for each one wanted
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def _split(name: str, domain: Domain, config: Config, notes: Notes) -> tuple[lis
     if domain.task is not None:
         if domain.eval_path is not None:
             raise DataError(f"data.domains.{name}: 'eval_path' goes with 'path'; a generated task evaluates on problems of its own")
-        return None, _task_eval(name, domain, config, notes)
+        held = _task_eval(name, domain, config, notes)
+        return None if domain.problems is None else _task_problems(name, domain, domain.problems, config), held
     examples = _load(name, domain, str(domain.path), config, notes)
     repeated = len(examples) - len({e.key for e in examples})
     if repeated:
@@ -191,6 +193,23 @@ def _task_eval(name: str, domain: Domain, config: Config, notes: Notes) -> list[
         if held_out(example.key, config.data.holdout):
             found.setdefault(example.key, example)
     return list(found.values())
+
+
+def _task_problems(name: str, domain: Domain, wanted: int, config: Config) -> list[Example]:
+    """``wanted`` distinct problems for training, the same for every seed, which decides their order.
+
+    Raises:
+      DataError: the task does not have so many.
+    """
+    template = Template.parse(domain.template, f"data.domains.{name}")
+    found: dict[str, Example] = {}
+    for index in range(_PROBLEM_PATIENCE * wanted):
+        example = _task_example(domain, template, _PROBLEM_SEED, index, config.model.system_prompt)
+        if not held_out(example.key, config.data.holdout):
+            found.setdefault(example.key, example)
+        if len(found) == wanted:
+            return list(found.values())
+    raise DataError(f"data.domains.{name}.problems: {wanted} are wanted, but task '{domain.task}' has only about {len(found)} with these arguments; lower it or widen the task")
 
 
 def _probe_length(source: Source, encode: Encoder, notes: Notes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlvr_jax import remote
 from rlvr_jax.data.rows import DataError
 
 
@@ -22,10 +23,10 @@ class Record(NamedTuple):
 
 
 def resolve(path: str, root: str | None) -> str:
-    """Below ``root``, else ``$RLVR_DATA``, else the working directory; absolute and 'hf:' paths stay."""
+    """Below ``root``, else ``$RLVR_DATA``, else the working directory, each of which may be in a bucket; absolute and 'hf:' paths stay."""
     if path.startswith("hf:"):
         return path
-    return str(Path(root or os.environ.get("RLVR_DATA") or ".") / Path(path).expanduser())
+    return remote.join(root or os.environ.get("RLVR_DATA") or ".", path)
 
 
 def read(path: str, split: str = "train") -> list[Record]:
@@ -37,7 +38,12 @@ def read(path: str, split: str = "train") -> list[Record]:
     if path.startswith("hf:"):
         records = list(_hugging_face(path, split))
     else:
-        file = Path(path)
+        try:
+            file = remote.local_file(path) if remote.is_remote(path) else Path(path)
+        except FileNotFoundError:
+            raise DataError(f"data file '{path}' does not exist in the bucket") from None
+        except OSError as e:
+            raise DataError(f"data file '{path}' cannot be read: {e}") from None
         if not file.is_file():
             what = "is a folder" if file.is_dir() else "does not exist"
             raise DataError(f"data file '{path}' {what}; give a .jsonl, .json or .parquet file (relative paths start at data.root, $RLVR_DATA or the working directory)")

@@ -12,13 +12,14 @@ import numpy as np
 from rlvr_jax import parts as part
 from rlvr_jax import strategies
 from rlvr_jax.config import Config
+from rlvr_jax.critic import make_critic
 from rlvr_jax.models.decoder import DecoderConfig
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine, length_buckets
 from rlvr_jax.rollout.slots import Rows
 from rlvr_jax.rollout.weights import decode_shardings
 from rlvr_jax.sharding import named
-from rlvr_jax.state import abstract_state, make_optimizer
+from rlvr_jax.state import abstract_state, policy_optimizer
 from rlvr_jax.types import UpdateBatch
 from rlvr_jax.update import make_update
 
@@ -55,8 +56,8 @@ def build(config: Config, model: DecoderConfig, eos_ids: tuple[int, ...], mesh: 
       ValueError: the model or the batch does not divide over the mesh.
     """
     strategy = strategies.build(list(config.strategies))
-    optimizer = make_optimizer(config.optimizer, config.train.steps * config.train.updates_per_batch)
-    state = abstract_state(model, optimizer, strategy, mesh)
+    optimizer = policy_optimizer(config)
+    state = abstract_state(model, optimizer, strategy, mesh, make_critic(config, model))
     reference = state.params if config.algorithm.kl_coef else None
     engine = sampler(config, model, eos_ids, mesh, platform, entropy=strategy.needs_entropy)
     update = make_update(model, config, strategy, optimizer, mesh)

@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 def main(fd: int, parent: int, memory_mb: int, cpu_seconds: float, preload: list[str]) -> None:
     """Serves jobs on the socket ``fd`` until it closes or ``parent`` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)
     os.set_inheritable(fd, False)
     connection = socket.socket(fileno=fd)
     _warm_up(preload)
@@ -90,7 +90,7 @@ def _exactly(connection: socket.socket, n: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """No orphan: the kernel's death signal on Linux, and a watching thread elsewhere."""
     if sys.platform == "linux":
         import ctypes

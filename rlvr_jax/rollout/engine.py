@@ -18,7 +18,7 @@ from rlvr_jax.rollout import keys, slots
 from rlvr_jax.rollout.book import Book, Finished
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.weights import decode_shardings, decode_weights
-from rlvr_jax.sharding import named
+from rlvr_jax.sharding import named, place
 from rlvr_jax.types import Rollout
 
 Array = jax.Array
@@ -275,12 +275,12 @@ class LocalEngine:
 
     def _rows(self, book: Book) -> slots.Rows:
         row, live = np.maximum(book.row_of, 0), book.row_of >= 0
-        split = lambda x: x if self.mesh is None else jax.device_put(x, named(self.mesh, "batch", *(None,) * (x.ndim - 1)))  # noqa: E731
+        split = lambda x: x if self.mesh is None else place(x, named(self.mesh, "batch", *(None,) * (x.ndim - 1)))  # noqa: E731
         last = book.token[row, np.maximum(book.length[row] - 1, 0)]
         return slots.Rows(*map(split, (last, book.prompt_length[row], book.length[row], book.cap[row], live, book.key[row])))
 
     def _whole(self, x: Any) -> Any:
-        return x if self.mesh is None else jax.device_put(x, named(self.mesh))
+        return x if self.mesh is None else place(x, named(self.mesh))
 
     def _check(self, prompts: Sequence[Sequence[int]], prompt_id: Any, domain: Any, occurrence: Any, G: int) -> int:
         """The bucket of the longest prompt, after all that the caller may get wrong."""
