@@ -38,6 +38,16 @@ class Generated(NamedTuple):
     correct: np.ndarray
     valid: np.ndarray
 
+    @property
+    def prompt_id(self) -> np.ndarray:
+        """``[N] int32``."""
+        return np.array([r.prompt_id for r in self.rows], np.int32)
+
+    @property
+    def domain(self) -> np.ndarray:
+        """``[N] int32``."""
+        return np.array([r.domain for r in self.rows], np.int32)
+
     def join(self, other: "Generated") -> "Generated":
         rollout = jax.tree.map(lambda a, b: np.concatenate([a, b]), self.rollout, other.rollout)
         return Generated([*self.rows, *other.rows], self.texts + other.texts, rollout,
@@ -120,7 +130,8 @@ class Collector:
     def _generate(self, rows: Sequence[Any], step: int, before: Sequence[Any], seconds: dict[str, float]) -> Generated:
         """Samples all rows; each is decoded and handed to the verifiers when it ends, while others still decode."""
         began, row_of = time.monotonic(), [r for r in rows for _ in range(self.G)]
-        texts, tickets = [""] * len(row_of), [[0]] * len(row_of)
+        texts = [""] * len(row_of)
+        tickets: list[list[int]] = [[]] * len(row_of)
 
         def judge(finished: Sequence[Finished]) -> None:
             for row in finished:
@@ -139,14 +150,13 @@ class Collector:
         return Generated(rows, texts, rollout, overlong.shaped(self.config, reward, valid, rollout.response_length), correct, valid)
 
     def _judged(self, g: Generated) -> tuple[UpdateBatch, np.ndarray]:
-        domain = np.array([r.domain for r in g.rows], np.int32)
-        return to_batch(g.rollout, g.reward, g.correct, g.valid, domain), np.array([r.prompt_id for r in g.rows], np.int32)
+        return to_batch(g.rollout, g.reward, g.correct, g.valid, g.domain), g.prompt_id
 
     def _learn(self, host: Host, mixer: Any, g: Generated, step: int) -> tuple[Host, Any]:
         """Mixer and chooser see every fresh group, before any replay."""
         of, G = self.parts.mixer, self.G
         reward, correct, valid = (x.reshape(-1, G) for x in (g.reward, g.correct, g.valid))
-        domain = np.array([r.domain for r in g.rows], np.int32)
+        domain = g.domain
         if of.signal is not None:
             seen = {"reward": reward, "valid": valid}
             if self.config.algorithm.advantage != "gae":  # a critic's advantages come later, in the update; mixers that read them are refused
@@ -155,8 +165,7 @@ class Collector:
                 here = domain == d
                 mixer = of.observe(mixer, int(d), {name: x[here] for name, x in seen.items()} | {"step": step})
         if "prompts" in host:
-            ids = np.array([r.prompt_id for r in g.rows], np.int32)
-            host = host | {"prompts": self.chooser.observe(host["prompts"], ids, (correct & valid).sum(1), valid.sum(1), step)}
+            host = host | {"prompts": self.chooser.observe(host["prompts"], g.prompt_id, (correct & valid).sum(1), valid.sum(1), step)}
         return host, mixer
 
     def _score(self, params: Any, tokens: np.ndarray, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from rlvr_jax.bench.workloads import (
     rollout_seconds,
     update_flops,
 )
+from rlvr_jax.collect import to_batch
 from rlvr_jax.models.decoder import init_params
 from rlvr_jax.rewards import pool
 from rlvr_jax.rollout.draw import SamplingParams
@@ -29,7 +30,6 @@ from rlvr_jax.rollout.engine import LocalEngine
 from rlvr_jax.sharding import make_mesh
 from rlvr_jax.state import init_state, make_optimizer
 from rlvr_jax.strategies import prompts
-from rlvr_jax.types import UpdateBatch
 from rlvr_jax.update import make_update
 
 
@@ -97,11 +97,7 @@ class _Step:
         self.judge.collect(tickets)
         judged = time.perf_counter()
         reward = np.random.default_rng(step).random(PROMPTS * GROUP).astype(np.float32)
-        fields: dict[str, Any] = dict(
-            tokens=rollout.tokens, prompt_length=rollout.prompt_length, response_length=rollout.response_length, logprob=rollout.logprob,
-            behavior_logprob=rollout.behavior_logprob, entropy=None, reward=reward, valid=np.ones(len(reward), bool), correct=reward > 0.5,
-            truncated=rollout.truncated, policy_step=rollout.policy_step, domain=np.zeros(PROMPTS, np.int32))
-        self.batch = UpdateBatch(**fields)
+        self.batch = to_batch(rollout, reward, reward > 0.5, np.ones(len(reward), bool), np.zeros(PROMPTS, np.int32))
         self.state, sums = self.update(self.state, self.batch, jax.random.key(1))
         jax.block_until_ready(sums)
         return sampled - start, judged - sampled, time.perf_counter() - judged
