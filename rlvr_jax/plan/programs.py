@@ -75,7 +75,7 @@ def build(config: Config, model: DecoderConfig, eos_ids: tuple[int, ...], mesh: 
             return engine._prefill.lower(state.params, whole(n, P), whole(n), whole(n), whole(n), whole(2, dtype=jnp.uint32), whole(), G=G)
 
     def lower_decode() -> jax.stages.Lowered:
-        row = lambda dtype, *more: jax.ShapeDtypeStruct((slots, *more), dtype, sharding=named(mesh, "batch", *(None,) * len(more)))  # noqa: E731
+        row: Callable[..., Any] = lambda dtype, *more: jax.ShapeDtypeStruct((slots, *more), dtype, sharding=named(mesh, "batch", *(None,) * len(more)))  # noqa: E731
         rows = Rows(row(jnp.int32), row(jnp.int32), row(jnp.int32), row(jnp.int32), row(jnp.bool), row(jnp.uint32, 2))
         with _context(engine, mesh):
             return engine._burst.lower(weights, caches[-1], rows, jax.ShapeDtypeStruct((), jnp.int32, sharding=named(mesh)), prompt_columns=P)
@@ -116,11 +116,11 @@ def abstract_batch(config: Config, *, entropy: bool) -> UpdateBatch:
     """Shapes of a step's rows; they come from the host, and the compiler says where they lie."""
     N, T = config.train.prompts_per_step, part.row_length(config)
     B = N * config.rollout.samples_per_prompt
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    array: Callable[..., Any] = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     i32, f32, flag = np.int32, np.float32, np.bool_
-    return UpdateBatch(tokens=array(i32, B, T), prompt_length=array(i32, B), response_length=array(i32, B), logprob=array(f32, B, T),  # type: ignore[arg-type]
-                       behavior_logprob=array(f32, B, T), entropy=array(f32, B, T) if entropy else None, reward=array(f32, B), valid=array(flag, B),  # type: ignore[arg-type]
-                       correct=array(flag, B), truncated=array(flag, B), policy_step=array(i32, B), domain=array(i32, N))  # type: ignore[arg-type]
+    return UpdateBatch(tokens=array(i32, B, T), prompt_length=array(i32, B), response_length=array(i32, B), logprob=array(f32, B, T),
+                       behavior_logprob=array(f32, B, T), entropy=array(f32, B, T) if entropy else None, reward=array(f32, B), valid=array(flag, B),
+                       correct=array(flag, B), truncated=array(flag, B), policy_step=array(i32, B), domain=array(i32, N))
 
 
 def bytes_per_device(tree: Any) -> int:

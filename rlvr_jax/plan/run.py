@@ -69,7 +69,7 @@ def _compile(name: str, programs: Programs, config: Config, model: DecoderConfig
             raise
         return {"seconds": time.monotonic() - began, "used": float(used[1]) * (GIB if used[2] == "G" else 2**20)}
     turns = (programs.burst,) if name == "decode" else _update_turns(config, model)
-    collectives, loops = hlo.collectives(compiled.as_text(), turns, len(goal.devices))
+    collectives, loops = hlo.collectives(compiled.as_text() or "", turns, len(goal.devices))
     return {"seconds": time.monotonic() - began, "sizes": memory.Sizes.of(compiled), "collectives": collectives, "loops": loops}
 
 
