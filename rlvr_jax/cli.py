@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8, v5p:2x2x4, v5e-64, v6e:4x4, h100:8, h200:1, rtx4090:1")
     p.add_argument("--sweep", action="store_true", help="try meshes and micro-batches, and rank them")
     p.add_argument("--most", type=int, default=6, metavar="N", help="meshes that --sweep compiles at most (minutes each)")
-    p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off")
+    p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off; --sweep always does")
     p.add_argument("--json", action="store_true", help="one JSON object (with --sweep: one a line)")
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
     p.add_argument("part", choices=("update", "rollout", "step"))
