@@ -25,6 +25,8 @@ EXAMPLES = {
     "report": "rlvr-jax report runs/quickstart",
     "compare": "rlvr-jax compare configs/dataflex/compare_quick.yaml\n  rlvr-jax compare configs/dataflex/compare.yaml --arms difffilter,gfpo --seeds 12 --budget generated=500_000\n"
                "  rlvr-jax compare configs/dataflex/compare.yaml --shard 0/2        # and 1/2 elsewhere, then --report-only on all folders\n  rlvr-jax compare --from runs.csv --arm method --pair seed --scores gsm8k --baseline grpo --where model=Qwen3-0.6B --out runs/qwen",
+    "plan": "rlvr-jax plan configs/dataflex/qwen2_5_7b_v5e64.yaml --topology v5e:8x8\n"
+            "  rlvr-jax plan my.yaml --topology h100:8 --sweep\n  rlvr-jax plan my.yaml mesh.fsdp=16 --topology v5p-32 --json",
     "bench": "rlvr-jax bench update --workload mini\n  rlvr-jax bench rollout --workload smol --json",
 }
 
@@ -133,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
     _compare_arguments(command("compare", _compare, "does an arm help? trains arms paired by seed, or reads a table of anybody's runs, and gives verdicts"))
+    p = command("plan", _plan, "does it fit? compiles the step for a pod or GPU that is not here", config=True)
+    p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8, v5p:2x2x4, v5e-64, v6e:4x4, h100:8, h200:1, rtx4090:1")
+    p.add_argument("--sweep", action="store_true", help="try meshes and micro-batches, and rank them")
+    p.add_argument("--most", type=int, default=6, metavar="N", help="meshes that --sweep compiles at most (minutes each)")
+    p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off; --sweep always does")
+    p.add_argument("--json", action="store_true", help="one JSON object (with --sweep: one a line)")
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
     p.add_argument("part", choices=("update", "rollout", "step"))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
@@ -374,6 +382,22 @@ def _compare_table(args: argparse.Namespace) -> None:
     facts = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "arm": args.arm, "pair": args.pair, "scores": scores, "where": where}
     out = write(comparison, args.out or Path("runs") / f"compare_{path.stem}", " · ".join([path.stem, *args.where]), facts)
     print(plain(comparison), f"\n{out}", sep="\n")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # what is planned for is not here, and what is here is left alone
+    from rlvr_jax.plan.run import plan
+    from rlvr_jax.plan.show import ranking, text
+    from rlvr_jax.plan.sweep import sweep
+
+    tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    if args.sweep:
+        plans = sweep(_load(args), args.topology, most=args.most, tell=tell)
+        print("\n".join(map(json.dumps, plans)) if args.json else ranking(plans))
+        return 0 if plans[0]["fits"] else 1
+    found = plan(_load(args), args.topology, quick=args.quick, tell=tell)
+    print(json.dumps(found) if args.json else text(found))
+    return 0 if found["fits"] else 1
 
 
 def _bench(args: argparse.Namespace) -> None:

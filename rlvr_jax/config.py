@@ -27,7 +27,7 @@ class Strict(pydantic.BaseModel):
 
 class Model(Strict):
     path: str = "embedded"
-    """Hugging Face folder (gs:// too), or 'embedded' for the tiny model inside the package."""
+    """Hugging Face folder (gs:// too), the id of a model on its hub (Qwen/Qwen2.5-7B), or 'embedded' for the tiny model inside the package."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Master weights are float32 always. bfloat16 pays on TPU and GPU; on CPU it is no faster."""
     remat: Literal["none", "dots", "full"] = "none"

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlvr_jax import data, distributed, remote
 from rlvr_jax.config import Config, ConfigError
-from rlvr_jax.models import hf
+from rlvr_jax.models import hf, known
 from rlvr_jax.models.decoder import DecoderConfig
 from rlvr_jax.models.hf_config import load_config
 from rlvr_jax.models.tokenizer import load_tokenizer
@@ -22,6 +22,7 @@ from rlvr_jax.rewards import registry
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine, length_buckets
 from rlvr_jax.sharding import make_mesh
+from rlvr_jax.state import check_model_divides
 from rlvr_jax.strategies import mix
 
 # A named random stream each, so that no two uses share a key: fold_in(fold_in(seed, step), stream).
@@ -33,17 +34,23 @@ def stream_key(seed: int, step: int, stream: str) -> jax.Array:
 
 
 def model_folder(config: Config) -> Path:
-    """The Hugging Face folder of ``model.path``; one in a bucket is copied to this machine first (and once).
+    """The Hugging Face folder of ``model.path``; one in a bucket is copied to this machine first (and once), a model of the hub
+    is downloaded where the local cache lacks it.
 
     Raises:
-      ConfigError: it does not exist.
+      ConfigError: it does not exist, or cannot be had.
     """
     if config.model.path == "embedded":
         return Path(str(importlib.resources.files("rlvr_jax"))) / "embedded"
+    if known.is_hub_id(config.model.path):
+        try:
+            return known.download(config.model.path)
+        except hf.ModelError as e:
+            raise ConfigError(f"model.path: {e}") from None
     path = os.path.expandvars(config.model.path)
     folder = remote.local_folder(path, _part_of_model) if remote.is_remote(path) else Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: no config.json in '{path}'; give a Hugging Face model folder, or 'embedded'")
+        raise ConfigError(f"model.path: no config.json in '{path}'; give a Hugging Face model folder, the id of a model (Qwen/Qwen2.5-0.5B), or 'embedded'")
     return folder
 
 
@@ -114,6 +121,10 @@ def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[A
         raise ConfigError(str(e)) from None
     folder = model_folder(config)
     tokenizer, model = load_tokenizer(folder), load_config(folder)
+    try:
+        check_model_divides(model, mesh)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
     dataset = data.build(config, tokenizer)
     mixer = mix.build_mixer(config.data.mixer.name, dataset.weights, **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:

@@ -10,6 +10,7 @@ from rlvr_jax.config import Config
 from rlvr_jax.kernels.token_logprob.api import token_logprob
 from rlvr_jax.models.decoder import DecoderConfig, forward, head_matrix
 from rlvr_jax.packing import gather, lay_out, turn
+from rlvr_jax.sharding import constrain
 from rlvr_jax.types import Array
 
 
@@ -23,7 +24,8 @@ def hidden_states(params: Any, model: DecoderConfig, config: Config, chunk: dict
     dtype = jnp.dtype(config.model.compute_dtype)
     hidden, _ = forward(params, model, chunk["tokens"], chunk["position"], segment_ids=chunk["segment"], window=T, compute_dtype=dtype,
                         remat=config.model.remat, attention_kernel=config.model.attention)
-    return hidden.reshape(-1, hidden.shape[-1]), head_matrix(params, model).astype(dtype)
+    # Named once more after the cast, or the compiler gathers the float32 head and casts then: twice the bytes.
+    return hidden.reshape(-1, hidden.shape[-1]), constrain(head_matrix(params, model).astype(dtype), "vocab", "embed")
 
 
 def chunk_logprob(params: Any, model: DecoderConfig, config: Config, chunk: dict[str, Array], T: int, *, with_entropy: bool = False) -> tuple[Array, Array | None]:

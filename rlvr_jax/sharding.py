@@ -3,7 +3,8 @@
 Arrays name their axes ('embed', 'heads', ...); only this file knows which mesh axis carries them.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,11 +73,31 @@ def _check(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> 
         if mesh_axes is None:
             continue
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-        ways = 1
-        for n in names:
-            ways *= mesh.shape[n]
-        if size % ways:
-            raise ValueError(f"axis '{axis}' of size {size} does not divide over mesh axes {names} ({ways} ways); change mesh.{names[-1]}")
+        parts = math.prod(mesh.shape[n] for n in names)
+        if size % parts:
+            raise ValueError(f"axis '{axis}' of size {size} does not divide over mesh axes {names} ({parts} ways); change mesh.{names[-1]}")
+
+
+def check_divides(mesh: Mesh, sizes: Mapping[str, tuple[str, int]]) -> None:
+    """What the compiler would only pad, or refuse deep inside: ``what -> (logical axis, size)``.
+
+    Raises:
+      ValueError: the first size that its mesh axis does not divide, and what would.
+    """
+    for what, (axis, size) in sizes.items():
+        name = RULES[axis]
+        assert isinstance(name, str)
+        if size % mesh.shape[name]:
+            fits = [n for n in range(1, 65) if size % n == 0 and mesh.size % n == 0]
+            raise ValueError(f"mesh.{name}: {mesh.shape[name]} does not divide the model's {size} {what}; of {mesh.size} devices it may be {', '.join(map(str, fits))}")
+
+
+def ways(axis: str) -> int:
+    """Over how many devices the mesh of the context (``jax.set_mesh``) splits a logical axis."""
+    mesh, on = jax.sharding.get_abstract_mesh(), RULES[axis]
+    if mesh.empty or on is None:
+        return 1
+    return math.prod(mesh.shape.get(n, 1) for n in ((on,) if isinstance(on, str) else on))
 
 
 def place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:

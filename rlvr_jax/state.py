@@ -13,7 +13,7 @@ from jax.experimental.multihost_utils import process_allgather
 from rlvr_jax.config import Config
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, param_axes
-from rlvr_jax.sharding import named, shardings
+from rlvr_jax.sharding import check_divides, named, shardings
 from rlvr_jax.types import TrainState
 
 PIECE_BYTES = 1 << 28
@@ -39,6 +39,17 @@ def policy_optimizer(config: Config) -> optax.GradientTransformation:
     """The policy's: its schedule ends with the run. The critic's warm-up is no update of the policy."""
     critic = config.algorithm.value
     return make_optimizer(config.optimizer, (config.train.steps - (critic.warmup_steps if critic else 0)) * config.train.updates_per_batch)
+
+
+def check_model_divides(model: DecoderConfig, mesh: jax.sharding.Mesh) -> None:
+    """Heads are split as heads: sampling keeps each chip's own in its cache.
+
+    Raises:
+      ValueError: a size of the model that its mesh axis does not divide.
+    """
+    check_divides(mesh, {"columns of width (hidden_size)": ("embed", model.hidden_size), "heads": ("heads", model.num_heads),
+                         "key heads": ("kv_heads", model.num_kv_heads), "columns of the feed-forward layer": ("ffn", model.intermediate_size),
+                         "rows of the vocabulary": ("vocab", model.vocab_size)})
 
 
 def init_state(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,

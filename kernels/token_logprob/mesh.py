@@ -89,7 +89,7 @@ def reduced(split: Split, d_hidden: Array, d_head: Array) -> tuple[Array, Array]
     """Gradients from their parts: the devices meet once, and each keeps only its share of the head's."""
     if split.vocab:
         d_hidden = lax.psum(d_hidden, split.vocab)
-    for axis in split.batch:
+    for axis in sorted(split.batch, key=lambda a: a != split.width):  # the other axes then sum a share, not the whole
         d_head = lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True) if axis == split.width else lax.psum(d_head, axis)
     return d_hidden, d_head
 

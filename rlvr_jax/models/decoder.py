@@ -19,7 +19,7 @@ from flax import struct
 
 from rlvr_jax.kernels.attention.api import Implementation, packed_attention
 from rlvr_jax.models.attention import AttentionMask, at_least_float32, attention
-from rlvr_jax.sharding import constrain
+from rlvr_jax.sharding import constrain, ways
 
 if TYPE_CHECKING:
     from rlvr_jax.models.cache import KVCache
@@ -196,23 +196,36 @@ def times_transposed(x: Array, w: Array) -> Array:
 
 
 def _project(x: Array, w: Array | Transposed, bias: Array | None = None) -> Array:
-    """``x @ w`` in x's dtype, accumulated in float32."""
+    """``x @ w`` in x's dtype, accumulated in float32; ``w`` is ``[in, ...]``."""
     # As a matrix: XLA's CPU backend contracts the weight gradient over two axes (batch, time) 1.7 times slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(w, Transposed):
         y = times_transposed(flat, w.matrix.astype(x.dtype))
     else:
-        y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=at_least_float32(x.dtype))
+        y = jnp.tensordot(flat, w.astype(x.dtype), 1, preferred_element_type=at_least_float32(x.dtype))
     y = y if bias is None else y + bias.astype(y.dtype)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    return y.astype(x.dtype).reshape(*x.shape[:-1], *y.shape[1:])
 
 
-def _queries_keys_values(h: Array, w: dict[str, Array], cfg: DecoderConfig) -> Any:
-    """Three projections of ``h[B, T, D]``, or one that decoding has made of them (``wqkv``)."""
+def _queries_keys_values(h: Array, w: dict[str, Array], cfg: DecoderConfig, *, joint: bool) -> Any:
+    """Three projections of ``h[B, T, D]``, or one that decoding has made of them (``wqkv``), or one made here (``joint``)."""
+    if joint:  # side by side for each key head, so that no device needs another's part
+        K, G = cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads
+        by_head = lambda x: x.reshape(*x.shape[:-1], K, -1, cfg.head_dim).astype(h.dtype)  # noqa: E731
+        bias = jnp.concatenate([by_head(w["b" + name]) for name in "qkv"], axis=-2) if "bq" in w else None
+        y = _project(h, jnp.concatenate([by_head(w["w" + name]) for name in "qkv"], axis=-2), bias)
+        return y[..., :G, :], y[..., G, :], y[..., G + 1, :]
     if "wqkv" not in w:
         return (_project(h, w["w" + name], w.get("b" + name)) for name in "qkv")
     Q, KV = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     return jnp.split(_project(h, w["wqkv"], w.get("bqkv")), (Q, Q + KV), axis=-1)
+
+
+def _gate_and_up(h: Array, w: dict[str, Array], *, joint: bool) -> Any:
+    if joint:
+        y = _project(h, jnp.stack([w["w_gate"].astype(h.dtype), w["w_up"].astype(h.dtype)], axis=1))
+        return y[..., 0, :], y[..., 1, :]
+    return jnp.split(_project(h, w["w_gate_up"]), 2, axis=-1) if "w_gate_up" in w else (_project(h, w["w_gate"]), _project(h, w["w_up"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +243,10 @@ class _Step:
 def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: _Step) -> tuple[Array, tuple[Array, Array] | None]:
     """One block: ``x[B, T, D]`` and this layer's cache (or None) to the same."""
     cfg, (B, T, _) = step.cfg, x.shape
+    # Where chips share a layer, each product's gradient for its input is summed over them: of joined products, once.
+    joint = kv is None and ways("heads") > 1 and cfg.num_kv_heads % ways("heads") == 0
     h = rms_norm(x, w["attn_norm"], cfg.rms_eps)
-    q, k, v = (x.reshape(B, T, -1, cfg.head_dim) for x in _queries_keys_values(h, w, cfg))
+    q, k, v = (x.reshape(B, T, -1, cfg.head_dim) for x in _queries_keys_values(h, w, cfg, joint=joint))
     if cfg.qk_norm:
         q, k = rms_norm(q, w["q_norm"], cfg.rms_eps), rms_norm(k, w["k_norm"], cfg.rms_eps)
     q = constrain(apply_rope(q, step.cos, step.sin), "batch", "length", "heads", None)
@@ -244,7 +259,7 @@ def _layer(x: Array, w: dict[str, Array], kv: tuple[Array, Array] | None, step: 
     out = step.attend(q, k, v).reshape(B, T, cfg.num_heads * cfg.head_dim)
     x = constrain(x + _project(out, w["wo"]), "batch", "length", None)
     h = rms_norm(x, w["mlp_norm"], cfg.rms_eps)
-    gate, up = jnp.split(_project(h, w["w_gate_up"]), 2, axis=-1) if "w_gate_up" in w else (_project(h, w["w_gate"]), _project(h, w["w_up"]))
+    gate, up = _gate_and_up(h, w, joint=joint)
     gated = jax.nn.silu(gate) * up
     gated = constrain(gated, "batch", "length", "ffn")
     return constrain(x + _project(gated, w["w_down"]), "batch", "length", None), kv

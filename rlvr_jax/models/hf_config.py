@@ -44,7 +44,15 @@ def load_config(folder: str | Path) -> DecoderConfig:
       ModelError: another architecture, or a feature of it that this decoder does not compute.
     """
     path = Path(folder) / "config.json"
-    c = read_json(path)
+    return parse_config(read_json(path), path)
+
+
+def parse_config(c: dict[str, Any], path: str | Path) -> DecoderConfig:
+    """The decoder's shape from the content of a ``config.json``; ``path`` is what errors name.
+
+    Raises:
+      ModelError: as :func:`load_config`.
+    """
     names = c.get("architectures") or [n for n, (kind, _, _) in ARCHITECTURES.items() if kind == c.get("model_type")]
     if not names or names[0] not in ARCHITECTURES:
         seen = names[0] if names else c.get("model_type")
@@ -70,7 +78,7 @@ def load_config(folder: str | Path) -> DecoderConfig:
         raise ModelError(f"'{path}': {e}") from None
 
 
-def _refuse_unsupported(c: dict[str, Any], path: Path, architecture: str) -> None:
+def _refuse_unsupported(c: dict[str, Any], path: str | Path, architecture: str) -> None:
     checks = {
         "hidden_act": c.get("hidden_act", "silu") == "silu",
         "attention_bias": architecture == "Qwen2ForCausalLM" or not c.get("attention_bias"),
@@ -85,7 +93,7 @@ def _refuse_unsupported(c: dict[str, Any], path: Path, architecture: str) -> Non
             raise ModelError(f"'{path}': {key} = {json.dumps(c.get(key))[:80]} is not supported for {architecture}")
 
 
-def _rope(c: dict[str, Any], path: Path) -> tuple[float, Llama3Rope | None]:
+def _rope(c: dict[str, Any], path: str | Path) -> tuple[float, Llama3Rope | None]:
     """(theta, scaling); transformers 5 keeps both in 'rope_parameters', 4 in 'rope_theta' and 'rope_scaling'."""
     r = c.get("rope_parameters") or c.get("rope_scaling") or {}
     theta = r.get("rope_theta") or c.get("rope_theta") or 10000.0
@@ -100,6 +108,12 @@ def _rope(c: dict[str, Any], path: Path) -> tuple[float, Llama3Rope | None]:
         raise ModelError(f"'{path}': rope type 'llama3' needs '{missing[0]}'")
     return float(theta), Llama3Rope(float(r["factor"]), float(r["low_freq_factor"]), float(r["high_freq_factor"]),
                                     int(r["original_max_position_embeddings"]))
+
+
+def end_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """``eos_token_id`` of a ``config.json``: a number, a list, or nothing."""
+    value = config.get("eos_token_id")
+    return () if value is None else tuple(int(i) for i in (value if isinstance(value, list) else [value]))
 
 
 def to_config(cfg: DecoderConfig, dtype: str, **more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlvr_jax.models.hf_config import ModelError, read_json
+from rlvr_jax.models.hf_config import ModelError, end_ids, read_json
 
 # Two turns with visible reasoning: templates of reasoning models drop it from earlier turns.
 _PROBE = [
@@ -105,13 +105,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as e:
         raise ModelError(f"'{folder}': no usable tokenizer: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from None
-    out = Tokenizer(hf, [i for name in ("generation_config.json", "config.json") for i in _eos(folder / name)])
+    out = Tokenizer(hf, [i for name in ("generation_config.json", "config.json") if (folder / name).is_file() for i in end_ids(read_json(folder / name))])
     if not out.eos_ids:
         raise ModelError(f"'{folder}': no end token in tokenizer, generation_config.json or config.json; set eos_token_id in one")
     return out
-
-
-def _eos(path: Path) -> list[int]:
-    """``eos_token_id`` of a JSON file: a number, a list, or nothing."""
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
-    return [] if value is None else [int(i) for i in (value if isinstance(value, list) else [value])]

@@ -25,7 +25,8 @@ Array = jax.Array
 OnRows = Callable[[list[Finished]], None]
 Ints = Sequence[int] | np.ndarray
 
-# Tokens of one prefill: enough that its matrix products run at full speed, few enough that it takes no memory to speak of.
+# Tokens of one prefill on each shard of the batch: enough that its matrix products run at full speed, few enough that it
+# takes no memory to speak of.
 PREFILL_TOKENS = 512
 
 
@@ -89,6 +90,7 @@ class LocalEngine:
         layer's weights and cache in every step.
       narrow: whether the last rows move to fewer slots. Default: on CPU without a mesh.
       decode: token ids to text; needed for ``sampling.stop``.
+      platform: that the programs are made for; default: the one they are made on.
 
     Attributes:
       version: of the weights, see :class:`Engine`; -1 before the first.
@@ -101,8 +103,9 @@ class LocalEngine:
 
     def __init__(self, cfg: DecoderConfig, sampling: SamplingParams, mesh: Any = None, *, compute_dtype: Any = jnp.float32,
                  prompt_buckets: Sequence[int] = length_buckets(1024), slots: int | None = None, burst: int | None = None, total_length: int | None = None,
-                 unroll_layers: bool = True, narrow: bool | None = None, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        cpu = jax.default_backend() == "cpu"
+                 unroll_layers: bool = True, narrow: bool | None = None, decode: Callable[[Sequence[int]], str] | None = None,
+                 platform: str | None = None) -> None:
+        cpu = self._cpu = (platform or jax.default_backend()) == "cpu"
         slots, burst = slots or (64 if cpu else 256), burst or (8 if cpu else 16)
         outside = [e for e in sampling.eos_ids if e >= cfg.vocab_size]
         if outside:
@@ -133,6 +136,10 @@ class LocalEngine:
             out.append(out[-1] // 2)
         return tuple(reversed(out))
 
+    def prefill_rows(self, P: int, G: int) -> int:
+        """Prompts of one prefill, whatever their number, so that it compiles once for each bucket P."""
+        return min(-(-self._widths[-1] // G), max(1, PREFILL_TOKENS // P) * self._ways)
+
     def _compile(self) -> None:
         """The device functions, jitted; each counts the shapes it is traced for."""
         shared: dict[str, Any] = {"cfg": self.cfg, "sampling": self.sampling, "dtype": self._dtype}
@@ -147,7 +154,7 @@ class LocalEngine:
         self._empty = jax.jit(self._counted(functools.partial(slots.empty, self.cfg, dtype=self._dtype, unroll=self._unroll)), static_argnums=(0, 1, 2))
         place = on_mesh(functools.partial(decode_shardings, self.cfg, unroll=self._unroll))
         self._prepare = jax.jit(functools.partial(decode_weights, cfg=self.cfg, dtype=self._dtype, unroll=self._unroll, fuse=whole is None,
-                                                  transpose=whole is None and jax.default_backend() == "cpu"),
+                                                  transpose=whole is None and self._cpu),
                                 out_shardings=place)
 
     def _counted(self, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,8 +317,7 @@ class _Feed:
         self.engine, self.prompts, self.G, self.P = engine, prompts, G, P
         self.prompt_id, self.occurrence = np.asarray(prompt_id, np.int32), np.asarray(occurrence, np.int32)
         self.seed, self.step = engine._whole(keys.split_seed(seed)), engine._whole(np.int32(step))
-        # Whatever the number of prompts, so that it compiles once for each bucket.
-        self.size = min(-(-engine._widths[-1] // G), max(1, PREFILL_TOKENS // P))
+        self.size = engine.prefill_rows(P, G)
         self.next = 0
 
     def more(self) -> bool:
