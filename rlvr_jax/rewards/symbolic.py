@@ -14,12 +14,20 @@ def equal(gold: Any, said: Any) -> bool:
     tolerance), and equations that it calls equal because it finds no solution to either.
     """
     import math_verify
+    if not (finite(gold) and finite(said)):
+        return False
     if not math_verify.verify(gold, said, timeout_seconds=None):  # type: ignore[arg-type]
         imaginary = _imaginary(gold), _imaginary(said)
         if imaginary == (gold, said) or not math_verify.verify(*imaginary, timeout_seconds=None):  # type: ignore[arg-type]
             return False
         gold, said = imaginary
     return not _apart(gold, said) and not _unsolved(gold, said)
+
+
+def finite(e: Any) -> bool:
+    """A value that can be compared: parsed, and neither undefined nor divided by zero."""
+    import sympy
+    return e is not None and e is not sympy.nan and e is not sympy.zoo and not (isinstance(e, sympy.Expr) and e.has(sympy.nan, sympy.zoo))
 
 
 def _imaginary(e: Any) -> Any:
