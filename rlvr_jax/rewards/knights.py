@@ -16,7 +16,7 @@ WINDOW = 10_000
 _ROLE = "|".join(sorted({r for p in PAIRS for r in p}, key=len, reverse=True))
 _GOLD = re.compile(rf"([^\W\d_][\w'-]*)\s*(?:\bis\b|:|=|-)?\s*(?:\b(?:a|an|the)\b)?\s*\b({_ROLE})\b", re.IGNORECASE)
 _HYPOTHESIS = re.compile(r"\b(?:if|suppose|assume|assuming|supposing|whether)\b[^.;\n]*"
-    r"|\b(?:says?|said|claims?|claimed|states?|stated|asserts?)\b(?:(?!,?\s*\b(?:so|therefore|thus|hence|which|meaning)\b)[^.;\n])*", re.IGNORECASE)
+    r"|\b(?:says?|said|claims?|claimed|states?|stated|asserts?)\b(?:(?!,?\s{0,3}\b(?:so|therefore|thus|hence|which|meaning)\b)[^.;\n])*", re.IGNORECASE)
 _HEDGED = re.compile(r"\b(?:either|or|could|might|may|maybe|perhaps|possibly|not\s+the\s+case|(?:is|are)\s+(?:false|wrong|impossible)|contradict\w*)\b", re.IGNORECASE)
 
 

@@ -23,6 +23,7 @@ _UNICODE = str.maketrans({
     "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ", "⟨": r"\langle ", "⟩": r"\rangle ", "\u00a0": " ", "\u2009": " ",
     "\u202f": " ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "∛": r"\sqrt[3]",
     "′": "'", "’": "'", "€": "", "£": "", "¥": "", "₹": "", "，": ",", "。": ".", "（": "(", "）": ")", "：": ":", "％": "%"})
+_SPACES = re.compile(r"\s+")
 _SPACING = re.compile(r"(?<!\\)\\[,;:> ]|~|\\q?quad|\\thinspace(?![a-zA-Z])|\\(?:h|v)space\*?\{[^{}]*\}")
 _SIZING = re.compile(r"\\(?:displaystyle|textstyle|limits|left|right|m?left|m?right|[bB]igg?[lrm]?|bf|rm|it)(?![a-zA-Z])\.?")
 _WRAPPER = re.compile(r"\\(?:text(?:normal|bf|it|rm|sf|tt|sc)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*(?=\{)")
@@ -56,15 +57,15 @@ _SPACED_GROUP = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?! ?\d)")
 
 def normalise(source: str) -> str:
     """A canonical spelling: no delimiters, sizes, spacing commands, units, wrappers or shorthands."""
-    s = clean.environments(clean.wrappers(source.translate(_UNICODE)), " ", " ")
+    s = _SPACES.sub(" ", clean.environments(clean.wrappers(source.translate(_UNICODE)), " ", " "))
     s = _ELLIPSIS.sub(r"\1\\overline{\2}", s)
     if re.search(r"\\\\(?:begin|frac|left|boxed|sqrt|text)", s):
         s = s.replace("\\\\", "\\")  # a whole string escaped twice, as JSON in JSON does
-    s = re.sub(r"\\\$|\$|(?<!\\)\\[\[\]()]", " ", s.replace("\n", " ").replace("\t", " "))
+    s = re.sub(r"\\\$|\$|(?<!\\)\\[\[\]()]", " ", s)
     s = _unnested(_LABEL.sub(lambda m: m.group(1) or "", units.commands_off(_WRAPPER.sub(r"\\text", s))))
     for pattern, replacement in _SYNONYMS:
         s = pattern.sub(replacement, s)
-    s = _SIZING.sub("", _SPACING.sub(" ", s))
+    s = _SPACES.sub(" ", _SIZING.sub("", _SPACING.sub(" ", s)))  # runs of spaces would cost the patterns below their linear time
     s = _based_and_modular(_text_wrappers(_PERCENT.sub("%", s)))
     s = units.off(_AND.sub(", ", units.degrees(s))).strip()
     if (value := words.number(s.rstrip("% ."))) is not None:
@@ -191,7 +192,7 @@ def _shapes(s: str) -> str:
     """``(1,2)U(3,4)``, ``]1, 2[``, ``{x : x > 2}``, ``[[1, 2], [3, 4]]``, ``+/-`` in the spelling that is read."""
     s = re.sub(r"(?<=[\])])\s*U\s*(?=[\[(])", r"\\cup ", s)
     s = re.sub(r"\+\s*/\s*-", r"\\pm ", s)
-    s = re.sub(r"\{\s*([^{}]*?)\s*\\choose(?![a-z])\s*([^{}]*?)\s*\}", r"\\binom{\1}{\2}", s)
+    s = re.sub(r"\{([^{}]*?)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}", s)
     s = re.sub(r"\^\s*(?:\{\s*(-?\d{1,3})\.(\d{1,6})\s*\}|(\d{1,3})\.(\d{1,6}))", _decimal_power, s)
     s = re.sub(r"\s*<([^<>=]*,[^<>=]*)>\s*", r"(\1)", s) if s.strip()[:1] == "<" else s
     if "\\mp" in s and "\\pm" not in s:
