@@ -1,7 +1,5 @@
 """Kinds of faults of answer checkers, each in many variants; properties that hold for every answer; thirty attacks."""
 
-import json
-import random
 import subprocess
 import sys
 import time
@@ -9,10 +7,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.verifier_kinds import MATHEMATICS_AND_WORDS, NUMBERS_AND_SHAPES
-from tests.verifier_kinds_tasks import NO_ANSWER, OTHER_TASKS, WORD_WRAPPERS, WRAPPERS
+from verifier_kinds import MATHEMATICS_AND_WORDS, NUMBERS_AND_SHAPES
+from verifier_kinds_tasks import NO_ANSWER, OTHER_TASKS, WORD_WRAPPERS, WRAPPERS
 
-from rlvr_jax.rewards import Job, Pool, latex, number, process, symbolic, verify
+from rlvr_jax.rewards import Job, Pool, latex, number, symbolic, verify
 from rlvr_jax.rewards import math as math_verifier
 
 COUNTDOWN = {"numbers": [8, 3, 2], "target": 10}

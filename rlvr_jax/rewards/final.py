@@ -225,7 +225,7 @@ def _whole_token(text: str, number: re.Match[str]) -> str:
     token = text[start:end].strip(" .,;:!?*_\"'|")
     if "(" not in token:
         token = token.rstrip(")")
-    return token if _CLOCK.fullmatch(token) or _FORMULA.search(token) and is_expression(token) or _BARE.fullmatch(token) else number.group().strip()
+    return token if _CLOCK.fullmatch(token) or (_FORMULA.search(token) and is_expression(token)) or _BARE.fullmatch(token) else number.group().strip()
 
 
 def _env_group(text: str, first: bool = False, until: int | None = None) -> str | None:

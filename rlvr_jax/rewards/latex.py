@@ -134,7 +134,7 @@ def _unnested(s: str) -> str:
 
 def _ungrouped(s: str) -> str:
     """``{17}`` is 17, ``{(1, 2)}`` a tuple; ``{1, 2}`` may be a set."""
-    while s[:1] == "{" and _matching(s, 0, "{}") == len(s) - 1 and ("," not in s or s[1:2] in "([" and s[-2] in ")]"):
+    while s[:1] == "{" and _matching(s, 0, "{}") == len(s) - 1 and ("," not in s or (s[1:2] in "([" and s[-2] in ")]")):
         s = s[1:-1].strip()
     return s
 
@@ -245,6 +245,8 @@ def oversized(s: str) -> str | None:
             return "factorial too large"
     if re.search(r"\\binom\s*(?:\d{5}|\{[^{}]*(?:\^|\d{5}|\\))", s):
         return "binomial too large"
+    if re.search(r"\\(?:int|sum|prod|lim)(?![a-z])", s) and (s.count("^") > 5 or re.search(r"\^\s*\{[^{}]*\^|\d{6}|!", s)):
+        return "integral, sum or limit too large"
     return _powers(s.replace(" ", ""))
 
 

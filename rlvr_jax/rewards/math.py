@@ -3,15 +3,22 @@
 Policies, each a decision that graders differ on:
 
 * Only the final answer counts (see :mod:`rlvr_jax.rewards.final`); without box, tag or "answer is" it is the last formula
-  or number. An empty or unterminated final box or tag is wrong.
-* A gold answer that cannot be read (empty, prose, too large) gives unknown, whatever the response says.
+  or number that is not denied ("not 8"). An empty or unterminated final box or tag is wrong. ``require_box`` for more.
+* A gold answer that cannot be read (empty, prose, undefined, too large) gives unknown, whatever the response says.
 * A response that cannot be read, or is larger than the bounds of :mod:`rlvr_jax.rewards.latex`, is wrong.
-* Numbers are compared exactly; for percent signs, roundings and number bases see :func:`rlvr_jax.rewards.number.equal`.
-* Units, degree signs and text after a number are dropped; leading zeros too; ``5 9/4`` is not a mixed number but wrong.
+* Numbers are compared exactly, repeating decimals too; for percent signs, roundings and number bases see
+  :func:`rlvr_jax.rewards.number.equal`, for the settings ``percent``, ``significant``, ``precision`` :func:`verify`.
+* ``1,000``, ``1 000``, ``1'000``, ``1{,}000`` are a thousand; ``2,74`` is 2.74 where the other side has a decimal point, else a list.
+* Units, degree signs and text after a number are dropped (5 cm is 5, and 5 m too); not where they take it back ("17 (wrong)").
+  Leading zeros too; ``5 9/4`` is not a mixed number but wrong. Numbers in words are numbers.
 * An assignment stands for its value (``x = 11`` is 11) unless both sides name different variables; a chain ``a = b = c``
-  for its last member. An equation without such a name is an equation, never the value of its right side.
-* Lists are unordered, tuples ordered; a tuple gold accepts a list in its order. ``a \\pm b`` is two values.
+  for its last member. An equation without such a name is an equation, never the value of its right side. A residue may
+  leave out its modulus.
+* Lists are unordered (``ordered`` for the other way), tuples ordered; a tuple gold accepts a list in its order, and a
+  column vector. ``a \\pm b`` is two values. Of three members on, square brackets are a list, no interval.
 * An inequality gold accepts the interval; an interval gold does not accept the inequality (as in math-verify).
+* A text answer is compared without case, punctuation and articles. Without a box it must be all that is said, or end the
+  last sentence, or follow "answer is". A gold ``(C) 5`` accepts C, 5, or both. ``\\log`` may be the natural one where the other side has ``\\ln``.
 
 math-verify parses LaTeX only: its ASCII route calls ``eval`` and is never used. Its time-outs are signals, which fail
 outside the main thread, so they are off and the pool's deadline takes their place.
@@ -75,7 +82,7 @@ def verify(text: str, answer: Any, *, require_box: bool = False, ordered: bool =
         good = any(_matches(g, s, policy, ordered) for g in golds for s in _readings(found, said, explicit)) or _decimal_comma(answers, golds, found, said)
     except number.Improper as e:
         return wrong(f"improper mixed number {e}")
-    good = good or not explicit and any(_spoken(text, g) for g in golds)
+    good = good or (not explicit and any(_spoken(text, g) for g in golds))
     return ok(f"{said} = {golds[0]}") if good else wrong(f"{said}, gold {golds[0]}")
 
 
@@ -110,7 +117,7 @@ def _readings(found: str, said: str, explicit: bool) -> list[str]:
 def _spoken(text: str, gold: str) -> bool:
     """Is the gold answer a text that a response without a box states in words?"""
     wording = latex.untexted(gold)
-    if not _WORDING.fullmatch(wording) or not _WORDY.search(wording) and wording.lower() != "no":
+    if not _WORDING.fullmatch(wording) or (not _WORDY.search(wording) and wording.lower() != "no"):
         return False
     region = final.plain(extract.final_region(text)[0])  # type: ignore[index]
     return words.stated(region, wording, final.marked(region))

@@ -141,7 +141,7 @@ def equal(gold: Number, said: Number, policy: Policy = DEFAULT) -> bool:
     if gold.percent == said.percent:
         return _close(gold, said, policy)
     hundredth = Number((gold if gold.percent else said).value / 100)
-    return policy.percent == "optional" and _close(gold, said, policy) or hundredth.value == (said if gold.percent else gold).value
+    return (policy.percent == "optional" and _close(gold, said, policy)) or hundredth.value == (said if gold.percent else gold).value
 
 
 def _in_base(value: int, base: int) -> str:

@@ -77,7 +77,7 @@ def equal(gold: str, said: str, single: Equal, ordered: bool = False) -> bool:
         return _in_order(g, s, single) if ordered else _same_set(g, s, single)
     pairs = _tuple(gold), _tuple(said)
     if pairs[0] and pairs[1]:
-        same = pairs[0][0] == pairs[1][0] or len(pairs[0][1]) > 2 and {pairs[0][0], pairs[1][0]} == {"[]", "()"}
+        same = pairs[0][0] == pairs[1][0] or (len(pairs[0][1]) > 2 and {pairs[0][0], pairs[1][0]} == {"[]", "()"})
         return same and _in_order(pairs[0][1], pairs[1][1], single)
     if pairs[0] and len(s) > 1:
         return (pairs[0][0] == "()" or len(s) > 2) and _in_order(pairs[0][1], s, single)

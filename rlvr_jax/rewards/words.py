@@ -2,19 +2,18 @@
 
 import re
 
-_ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-         "eighteen nineteen").split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _VALUES = {w: i for i, w in enumerate(_ONES)} | {w: 10 * i for i, w in enumerate(_TENS, 2)}
 _SCALES = (("billion", 10**9), ("million", 10**6), ("thousand", 1000))
 _PARTS = {"half": 2, "halves": 2, "quarter": 4, "quarters": 4} | {
-    w + s: n for n, w in enumerate("third fourth fifth sixth seventh eighth ninth tenth".split(), 3) for s in ("", "s")}
+    w + s: n for n, w in enumerate(["third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], 3) for s in ("", "s")}
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z \-]{2,60}")
 _SIGN = re.compile(r"(?<![\w)}\]])(?:minus|negative)\s+(?=[\d.$\\(])", re.IGNORECASE)
 _ARTICLE = re.compile(r"^(?:(?:a|an|the)\s+)+", re.IGNORECASE)
 _SYNONYMS = {"dne": "doesnotexist", "nosolutions": "nosolution", "notdefined": "undefined", "infinitesolutions": "infinitelymanysolutions"}
 
-_FILLER = frozenset("a an the on is are be was were at by to it its it's that that's this there there's answer so thus hence therefore equals".split())
+_FILLER = frozenset(["a", "an", "the", "on", "is", "are", "be", "was", "were", "at", "by", "to", "it", "its", "it's", "that", "that's", "this", "there", "there's", "answer", "so", "thus", "hence", "therefore", "equals"])
 _DOUBT = re.compile(r"\b(?:not|never|neither|nor|or|either|maybe|perhaps|if|unless|unlikely|wrong|incorrect|false\s+that)\b|n['’]t\b", re.IGNORECASE)
 _VERDICTS = frozenset(("yes", "no", "true", "false"))
 _CLAUSE = re.compile(r"[,;:!?\n]|\.(?:\s|$)|\s[-–—]\s|\b(?:because|since|as|for|so)\b", re.IGNORECASE)

@@ -92,7 +92,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if not _GUARD.builtin:
         return
     writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    if writes or event.startswith(_REFUSED) and event not in _HARMLESS:
+    if writes or (event.startswith(_REFUSED) and event not in _HARMLESS):
         raise PermissionError(f"a built-in verifier tried {event}")
 
 
