@@ -89,7 +89,7 @@ def _usable(source: str, match: re.Match[str]) -> bool:
 
 def _several(source: str) -> bool:
     """A short answer in a box or tag that is nothing but two or more different letters."""
-    if len(source) > 60 or re.search(r"(?i)\bnot\b|n['’]t\b", source) or re.search(r"[a-z]{3}", source.replace("and", "").replace("text", "")):
+    if len(source) > 60 or re.search(r"(?i)\bnot\b|n['’]t\b", source) or re.search(r"[a-z]{2}", re.sub(r"and|or|text", "", source)):
         return False
     return len(set(re.findall(r"(?<![A-Za-z])[A-J](?![A-Za-z])", source))) > 1
 

@@ -40,6 +40,7 @@ _BARE_LOG = re.compile(r"\\log(?![_a-zA-Z])")
 _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}")
 _DIGIT_SUBSCRIPT = re.compile(r"\d\s*_")
 _WORDING = re.compile(r"[\w\s.,:'’]+")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _WORDY = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 
@@ -176,7 +177,7 @@ def _single(gold: str, said: str, policy: number.Policy) -> bool:
     if gold_text is not None and gold_text == said_text:
         return True
     wording = [latex.untexted(e) for e in (gold, said)]
-    if latex.squeezed(wording[0]) == latex.squeezed(wording[1]):
+    if "\\text" in gold + said and latex.squeezed(_TEXT.sub(r"\1", gold)) == latex.squeezed(_TEXT.sub(r"\1", said)):
         return True
     if all(_WORDING.fullmatch(w) and _WORDY.search(w) for w in wording) and words.fold(wording[0]) == words.fold(wording[1]):
         return True

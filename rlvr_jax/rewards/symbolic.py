@@ -17,10 +17,10 @@ def equal(gold: Any, said: Any) -> bool:
     if not (finite(gold) and finite(said)):
         return False
     # Evaluating at points is quick and settles most unequal pairs; simplifying them takes seconds.
-    for g, s in dict.fromkeys(((gold, said), (_imaginary(gold), _imaginary(said)))):
-        if not _apart(g, s) and math_verify.verify(g, s, timeout_seconds=None):  # type: ignore[arg-type]
-            return not _unsolved(g, s)
-    return False
+    if not _apart(gold, said) and math_verify.verify(gold, said, timeout_seconds=None):  # type: ignore[arg-type]
+        return not _unsolved(gold, said)
+    g, s = _imaginary(gold), _imaginary(said)
+    return (g is not gold or s is not said) and not _apart(g, s) and math_verify.verify(g, s, timeout_seconds=None)  # type: ignore[arg-type]
 
 
 def finite(e: Any) -> bool:
