@@ -142,7 +142,7 @@ def test_a_starved_worker_is_not_idle(monkeypatch):
     worker = process.Process(0, 1.0)
     try:
         for state, idle in (("R", False), ("S", True)):
-            monkeypatch.setattr(process, "_cpu_seconds", lambda pid, state=state: (0.0, state))
+            monkeypatch.setattr(process, "cpu_seconds", lambda pid, state=state: (0.0, state))
             worker.start_clocks()
             time.sleep(0.05)
             worker.tick()

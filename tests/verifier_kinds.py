@@ -53,7 +53,7 @@ NUMBERS_AND_SHAPES = {
     'units': [
         ('5', [
             '5 cm', '5\\text{cm}^{2}', '5\\mathrm{~cm}', '5 \\mathrm{~cm}^{2}', '5~\\text{m/s}', '5 m^3', '5\\ \\text{meters per second}',
-            '5 meters per second', '5 cents', '5 \\text{ apples}', '5 apples', '$5 apples', '5 inches long', '5^\\circ', '5 \\text{ }', "5'", '5L', '5 mL',
+            '5 meters per second', '5 cents', '5 \\text{ apples}', '5 apples', '$5 apples', '5 inches long', '5^\\circ', '5 \\text{ }', "5'", '5 mL',
             '5 \\Omega', '5 V', '5 \\mu m',],
             [
             '5a', '5b', '5 x',]),
