@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off; --sweep always does")
     p.add_argument("--json", action="store_true", help="one JSON object (with --sweep: one a line)")
     p = command("bench", _bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
-    p.add_argument("part", choices=("update", "rollout", "step"))
+    p.add_argument("part", choices=("update", "rollout", "step", "verify"))
     p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
     p.add_argument("--micro-batch", type=int, default=4, help="rows of full length per forward and backward pass")
     p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
@@ -409,6 +409,10 @@ def _bench(args: argparse.Namespace) -> None:
         from rlvr_jax.bench.rollout import bench_rollout
 
         found = bench_rollout(args.workload, args.repeat)
+    elif args.part == "verify":
+        from rlvr_jax.bench.verify import bench_verify
+
+        found = bench_verify(repeat=args.repeat)
     else:
         from rlvr_jax.bench.step import bench_step
 

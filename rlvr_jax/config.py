@@ -62,6 +62,7 @@ class Domain(Strict):
     verifier: str | None = None
     """math, countdown, knights, choice, format or module:function. Generated tasks bring their own."""
     verifier_args: dict[str, Any] = {}
+    """Settings of the verifier: for math require_box, ordered, percent, significant, precision; for format kind, pattern, prefilled."""
     rewards: tuple[dict[str, float], ...] | None = None
     """Overrides the top-level rewards for this domain."""
     weight: float = pydantic.Field(1.0, gt=0)

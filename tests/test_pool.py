@@ -86,9 +86,9 @@ def test_every_verdict_in_order_around_hostile_rows(hostile):
             assert verdict == Verdict(float(job.text), "ok")
         else:
             assert (verdict.status, verdict.reward) == ("unknown", 0.0), job
-            assert "twice" in verdict.detail
+            assert ("twice" in verdict.detail) != any(k in job.verifier for k in ("spin", "sleep", "stop"))  # out of time: not tried again
     assert counters["verified"] == len(jobs) and counters["unknown"] == len(kinds)
-    assert counters["timeouts"] == 6 and counters["crashes"] == 14 and counters["replaced"] == 20
+    assert counters["timeouts"] == 3 and counters["crashes"] == 14 and counters["replaced"] == 17
 
 
 @pytest.mark.parametrize("kind, detail", [
@@ -142,7 +142,7 @@ def test_a_starved_worker_is_not_idle(monkeypatch):
     worker = process.Process(0, 1.0)
     try:
         for state, idle in (("R", False), ("S", True)):
-            monkeypatch.setattr(process, "_cpu_seconds", lambda pid, state=state: (0.0, state))
+            monkeypatch.setattr(process, "cpu_seconds", lambda pid, state=state: (0.0, state))
             worker.start_clocks()
             time.sleep(0.05)
             worker.tick()

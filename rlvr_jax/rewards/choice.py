@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from rlvr_jax.rewards import extract
+from rlvr_jax.rewards import clean, extract
 from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
 
 WINDOW = 20_000
@@ -18,10 +18,11 @@ _LETTER = re.compile(r"(?<![\w'’\\])([A-J])(?![\w'’])")
 _WRAPPED = re.compile(r"\(\s*([A-Ja-j])\s*\)|\*\*\s*\(?([A-Ja-j])\)?[.:]?\s*\*\*|\[\s*([A-J])\s*\]")
 _ALONE = re.compile(r"[\s(\[{*_\"'`$]*([A-Ja-j])[\s)\]}*_\"'`$.:,;!]*")
 _LEADING = re.compile(r"[\s(\[*_]*([A-J])[)\]*_]*(?:[.:),]|\s*$|\s*\n)")
+_OUT = re.compile(r"[\s)\]*.]*(?:is|are|was|would\s+be|can|seems)?\s*(?:n[o']t\b|not\b|also\s+wrong|wrong|incorrect|false|ruled\s+out|eliminated|out\b|impossible|fails?\b)", re.IGNORECASE)
+_NO_OPTION = re.compile(r"(?:\d|°|\bvitamin|\bpoint|\bhepatitis|\btype|\bgrade|\bfigure|\btable)\s*$", re.IGNORECASE)
 _NEGATED = re.compile(r"(?:\bnot|n[’']t(?:\s+be)?|\bneither|\bnor|\brather\s+than|\binstead\s+of|\bbe)\s+(?:option\s+|choice\s+)?[(*]*$", re.IGNORECASE)
 _HEDGE = re.compile(r"[\s)*\]]*(?:,|/|&|\bor\b|\band\b)\s*(?:or\s+|and\s+)?[(*\[]*([A-J])(?![\w'’])")
 _EITHER = re.compile(r"(?<![\w'’])[A-J][)*\]]*\s*(?:/|&|\bor\b|\band\b)\s*[(*\[]*$")
-_TEX = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mathit|textit|mbox|rm|bf)\s*\{([^{}]*)\}")
 
 
 def verify(text: str, answer: Any, **_: Any) -> Verdict:
@@ -53,6 +54,8 @@ def chosen(text: str) -> str | None:
     if region is None:
         return None
     source = _plain(region[0])
+    if (region[1] or len(source) < 20) and _several(source):
+        return None
     if alone := _ALONE.fullmatch(source):
         return alone.group(1).upper()
     for marker in reversed(list(_MARKER.finditer(source))):
@@ -61,29 +64,34 @@ def chosen(text: str) -> str | None:
     lines = [m.group(1) for line in source.splitlines() if (m := _LEADING.match(line))]
     if len(set(lines)) == 1 and _LEADING.match(source.lstrip()) and not _HEDGE.match(source, _LEADING.match(source.lstrip()).end(1)):  # type: ignore[union-attr]
         return lines[0]
-    if first := re.match(r"([A-J])\s+(?![a-z])", source.lstrip()):
+    if first := re.match(r"([A-J])\s+(?![a-z=])", source.lstrip()):
         return first.group(1)
     return _last(source)
 
 
 def _plain(source: str) -> str:
     """TeX wrappers, box commands and dollar signs off."""
-    source = source[-WINDOW:]
-    for _ in range(4):  # \text{\textbf{(C)}} nests, but not for ever
-        source = _TEX.sub(r"\1", source)
-    return source.replace("$", " ").replace("\\(", "(").replace("\\)", ")").replace("\\left", "").replace("\\right", "")
+    return clean.texts(source[-WINDOW:]).replace("$", " ").replace("\\(", "(").replace("\\)", ")").replace("\\left", "").replace("\\right", "")
 
 
 def _usable(source: str, match: re.Match[str]) -> bool:
     """False for the article A, the pronoun I, and letters that are ruled out."""
     after = source[match.end(): match.end() + 20]
-    if _NEGATED.search(source[max(0, match.start() - 40): match.start()]):
+    before = source[max(0, match.start() - 40): match.start()]
+    if _NEGATED.search(before) or _OUT.match(after) or _NO_OPTION.search(before) or re.match(r"\s*=", after):
         return False
     if match.group(1) == "I":
         return not re.match(r"\s+[a-z]|[’']", after)
     if match.group(1) == "A":
         return not re.match(r"\s+(?!because|since|as\b|is\b|for\b|which|that\b|and\b|or\b|due|so\b|but\b|not\b|in\b)[a-z]", after)
     return True
+
+
+def _several(source: str) -> bool:
+    """A short answer in a box or tag that is nothing but two or more different letters."""
+    if len(source) > 60 or re.search(r"(?i)\bnot\b|n['’]t\b", source) or re.search(r"[a-z]{2}", re.sub(r"and|or|text", "", source)):
+        return False
+    return len(set(re.findall(r"(?<![A-Za-z])[A-J](?![A-Za-z])", source))) > 1
 
 
 def _first(segment: str) -> str | None:
@@ -124,13 +132,26 @@ def _chosen_label(text: str, gold: str) -> str | None:
         return None
     source = _plain(region[0])
     if gold in _WORDS:
-        found = re.findall(rf"\b(?:{'|'.join(_WORDS)})\b", source.lower())
-        return found[-1] if found else None
+        return _word(source)
     stem = gold.rstrip("0123456789")
     if number := re.fullmatch(r"\s*\(?([1-9]\d?)\)?\.?\s*", source):
         return f"{stem}{int(number.group(1))}"
     found = [f"{kind.lower()}{int(n)}" for kind, n in _LABEL.findall(source)]
-    marked = [m for m in re.finditer(r"\b(?:answer|choice)\s+(?:is|:)\s*", source, re.IGNORECASE)]
+    marked = [m for m in re.finditer(r"\b(?:answer|choice|option)\s*(?:is|:)\s*", source, re.IGNORECASE)]
     if marked and (after := _LABEL.search(source, marked[-1].end())):
         return f"{stem}{int(after.group(2))}"
+    if marked and (bare := re.match(r"[\s(*\"']*([1-9]\d?)[)*.\"']*(?:\s|$)", source[marked[-1].end():])):
+        return f"{stem}{int(bare.group(1))}"
     return found[-1] if found else None
+
+
+def _word(source: str) -> str | None:
+    """true/false/yes/no: after the last marker, else the first word, else the last one that is not denied."""
+    pattern = re.compile(rf"(?<![\w'’])({'|'.join(_WORDS)})(?![\w'’])", re.IGNORECASE)
+    for marker in reversed(list(_MARKER.finditer(source))):
+        if found := pattern.match(source, marker.end() + len(re.match(r"[\s*_:\"'(]*", source[marker.end():]).group())):  # type: ignore[union-attr]
+            return found.group(1).lower()
+    if found := pattern.match(source.lstrip(" \n*_\"'(")):
+        return found.group(1).lower()
+    said = [m for m in pattern.finditer(source) if not re.search(r"(?:\bnot|n['’]t)\s*$", source[max(0, m.start() - 8): m.start()])]
+    return said[-1].group(1).lower() if said and len(said) == len(pattern.findall(source)) else None

@@ -20,6 +20,7 @@ _SYMBOLS = str.maketrans({"×": "*", "·": "*", "∗": "*", "⋅": "*", "÷": "/
 _LATEX = [(r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", ""), (r"\,", " "), (r"\ ", " "),
           (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), ("$", ""), ("`", ""), ("**", " ** ")]
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_INTRODUCTION = re.compile(r"^\s*(?:[A-Za-z]+\s+){0,4}[A-Za-z]+\s*:\s*")
 _RUN = re.compile(r"[-(\d][-+*/()=.\d\s]*[)\d]")
 
 
@@ -40,7 +41,8 @@ def verify(text: str, answer: Any = None, *, numbers: Iterable[Any] | None = Non
     Returns:
       ok, wrong, or unknown when numbers or target are missing or are no numbers. Nothing is ever evaluated as code:
       an AST of + - * / and unary minus over integer literals is the whole language; ``×``, ``÷``, ``−`` and their
-      LaTeX commands are read as these.
+      LaTeX commands and ``x`` between numbers are read as these, ``2(3+4)`` as a product; of ``a = b = target`` the first
+      side is the answer, and every side must be the target.
     """
     if isinstance(answer, Mapping):
         numbers = numbers if numbers is not None else answer.get("numbers", answer.get("nums"))
@@ -86,13 +88,17 @@ def expression(text: str, goal: Fraction) -> str:
         raise _Rejected("the final answer is empty or unterminated")
     region, explicit = tagged
     lines = [line for line in region.splitlines() if line.strip()]
+    while len(lines) > 1 and not explicit and not re.search(r"\d", lines[-1]):
+        lines.pop()  # a closing phrase
     if not lines:
         raise _Rejected("no answer")
     source = region if explicit and len(lines) == 1 else lines[-1]
     if len(source) > MAX_EXPRESSION:
         raise _Rejected(f"expression longer than {MAX_EXPRESSION} characters")
     source = _normalise(source)
-    if not explicit:
+    if explicit:
+        source = _INTRODUCTION.sub("", source)
+    else:
         runs = [r for r in _RUN.findall(source) if any(c in r for c in "+-*/=")]
         if not runs:
             raise _Rejected(f"no expression in the last line: {lines[-1]}")
@@ -101,7 +107,8 @@ def expression(text: str, goal: Fraction) -> str:
 
 
 def _normalise(source: str) -> str:
-    source = source.translate(_SYMBOLS)
+    source = source.translate(_SYMBOLS).strip().removeprefix("**").removesuffix("**")
+    source = re.sub(r"(?<=[\d)])\s*[xX]\s*(?=[\d(])", "*", source)
     while (reduced := _FRACTION.sub(r"((\1)/(\2))", source)) != source:
         source = reduced
     for old, new in _LATEX:
@@ -113,11 +120,21 @@ def _without_target(source: str, goal: Fraction) -> str:
     sides = [s.strip() for s in source.split("=")]
     if len(sides) == 1:
         return source
+    if len(sides) > 2:
+        return _chain(sides, goal)
     if len(sides) == 2:
         for expr, value in (sides, sides[::-1]):
             if re.fullmatch(r"-?\d{1,15}(\.\d{1,15})?", value) and Fraction(value) == goal:
                 return expr
     raise _Rejected(f"equation does not end in the target {goal}: {source}")
+
+
+def _chain(sides: list[str], goal: Fraction) -> str:
+    """``(8 - 3) * 2 = 5 * 2 = 10``: the first side, if every side is the target."""
+    for side in sides[:MAX_DEPTH]:
+        if _evaluate(side, Counter()) != goal:
+            raise _Rejected(f"{side} is not the target {goal}")
+    return sides[0]
 
 
 def _evaluate(source: str, used: Counter[Fraction]) -> Fraction:
@@ -136,7 +153,7 @@ def _evaluate(source: str, used: Counter[Fraction]) -> Fraction:
     if peak > MAX_DEPTH:
         raise _Rejected(f"parentheses nest deeper than {MAX_DEPTH}")
     try:
-        tree = ast.parse(" ".join(source.split()), mode="eval")
+        tree = ast.parse(re.sub(r"(?<=[\d)])\s*(?=\()", "*", " ".join(source.split())), mode="eval")
     except (SyntaxError, ValueError, MemoryError):
         raise _Rejected(f"no valid expression: {source}") from None
     return _node(tree.body, used)

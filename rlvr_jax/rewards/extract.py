@@ -6,6 +6,8 @@ stands at the end.
 
 import re
 
+from rlvr_jax.rewards import clean
+
 MAX_TEXT = 200_000
 
 _TURN_END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end|eos|eom_id)\|>|</s>|<eos>|<end_of_turn>|<\|end▁of▁sentence\|>|<｜end▁of▁sentence｜>")
@@ -15,16 +17,16 @@ _OPEN_ANSWER = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSE_ANSWER = re.compile(r"</answer>", re.IGNORECASE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_NUMBER = re.compile(r"-?\d[\d,.]*\d|-?\d")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 
 
 def visible(text: str) -> str:
-    """The response without reasoning block and without what follows the end of its turn.
+    """The response without reasoning block, what follows the end of its turn, and characters that cannot be seen.
 
     Everything up to the last closing think tag is reasoning (templates often put the opening tag into the prompt).
     A block that is opened and never closed hides the rest: a response cut inside its reasoning has no answer.
     """
-    text = text[-MAX_TEXT:]
+    text = clean.characters(text[-MAX_TEXT:])
     for match in _TURN_END.finditer(text):
         if text[: match.start()].strip():
             text = text[: match.start()]

@@ -13,6 +13,7 @@ _PLAIN = re.compile(rf"({_DECIMAL})(?:[eE]([-+]?\d{{1,3}}))?(?:\s*(?:\\cdot|\\ti
 _POWER_OF_TEN = re.compile(r"10\s*\^\s*(?:\{\s*(-?\d{1,3})\s*\}|(\d))")
 _FRACTION = re.compile(rf"(?:\\frac\s*\{{\s*(-?{_DECIMAL})\s*\}}\s*\{{\s*(-?{_DECIMAL})\s*\}}|\(?\s*(-?{_DECIMAL})\s*\)?\s*/\s*\(?\s*(-?{_DECIMAL})\s*\)?)")
 _MIXED = re.compile(r"(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s(\d+)\s*/\s*(\d+))")
+_OVERLINE = re.compile(r"(\d+)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?|\((\d+)\))")
 _BASED = re.compile(r"([0-9A-Za-z]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?")
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALED = re.compile(rf"(.*\d)\s*({'|'.join(_SCALES)})", re.IGNORECASE)
@@ -37,6 +38,27 @@ class Number:
     base: int | None = None
 
 
+@dataclass(frozen=True)
+class Policy:
+    """How numbers are compared: see :func:`rlvr_jax.rewards.math.verify`."""
+
+    significant: int = SIGNIFICANT
+    precision: int | None = None
+    percent: str = "optional"
+
+    def problem(self) -> str | None:
+        """What is wrong with these settings, if anything."""
+        if self.percent not in ("optional", "exact"):
+            return f"percent is {self.percent!r}, expected optional or exact"
+        for name, value, low in (("significant", self.significant, 1), ("precision", self.precision, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                return f"{name} is {value!r}, expected a whole number from {low} on"
+        return None
+
+
+DEFAULT = Policy()
+
+
 class Improper(ValueError):
     """``5 9/4``: neither a mixed number nor anything else."""
 
@@ -57,14 +79,26 @@ def read(s: str) -> Number | None:
         return None
     if (based := _BASED.fullmatch(s)) and any(c.isdigit() for c in based.group(1)) and not percent:
         base = int(based.group(2))
-        if not 2 <= base <= 36 or not based.group(1)[0].isdigit():
+        if not 2 <= base <= 16 or not based.group(1)[0].isdigit():
             return None
         try:
             return Number(Fraction(sign * int(based.group(1), base)), base=base)
         except ValueError:
             return None
-    found = _unsigned(s)
+    found = _repeating(s) or _unsigned(s)
     return None if found is None else Number(sign * found.value, found.places, found.digits, percent)
+
+
+def _repeating(s: str) -> Number | None:
+    """``0.1\\overline{6}``, ``0.1(6)``: exactly what they stand for."""
+    if "." not in s or len(s) > 60:
+        return None
+    match = _OVERLINE.fullmatch(s)
+    if match is None:
+        return None
+    whole, start, period = match.group(1), match.group(2), match.group(3) or match.group(4)
+    scale = 10 ** len(start)
+    return Number(Fraction(int(whole + start), scale) + Fraction(int(period), scale * (10 ** len(period) - 1)))
 
 
 def _unsigned(s: str) -> Number | None:
@@ -92,7 +126,7 @@ def _unsigned(s: str) -> Number | None:
     return None
 
 
-def equal(gold: Number, said: Number) -> bool:
+def equal(gold: Number, said: Number, policy: Policy = DEFAULT) -> bool:
     """Exact equality, with these readings allowed.
 
     A percent sign is optional: 28% is 28, and also 0.28. A decimal of at least :data:`SIGNIFICANT` digits equals the exact
@@ -105,9 +139,9 @@ def equal(gold: Number, said: Number) -> bool:
                     and _in_base(abs(int(based.value)), based.base) == str(abs(int(bare.value)))
                     and (based.value < 0) == (bare.value < 0))
     if gold.percent == said.percent:
-        return _close(gold, said)
+        return _close(gold, said, policy)
     hundredth = Number((gold if gold.percent else said).value / 100)
-    return _close(gold, said) or hundredth.value == (said if gold.percent else gold).value
+    return (policy.percent == "optional" and _close(gold, said, policy)) or hundredth.value == (said if gold.percent else gold).value
 
 
 def _in_base(value: int, base: int) -> str:
@@ -118,11 +152,16 @@ def _in_base(value: int, base: int) -> str:
     return digits or "0"
 
 
-def _close(a: Number, b: Number) -> bool:
+def _close(a: Number, b: Number, policy: Policy) -> bool:
     if a.value == b.value:
         return True
     decimals = [n for n in (a, b) if n.places is not None]
     if not decimals:
         return False
     rounded = min(decimals, key=lambda n: n.places or 0)
-    return rounded.digits >= SIGNIFICANT and abs(a.value - b.value) <= Fraction(1, 2) / Fraction(10) ** (rounded.places or 0)
+    places = rounded.places or 0
+    if policy.precision is not None:
+        places = min(places, policy.precision)
+    elif rounded.digits < policy.significant:
+        return False
+    return abs(a.value - b.value) <= Fraction(1, 2) / Fraction(10) ** places

@@ -14,6 +14,9 @@ from rlvr_jax.rewards.verdict import Verdict, unknown
 
 MAX_START_FAILURES = 3
 _POLL_SECONDS = 0.05
+SLOW_SECONDS = 0.5
+"""CPU and idle time after which a row no longer holds up the others: a further worker is started beside it."""
+MAX_EXTRA = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,9 @@ class Pool:
 
     ``cpu_seconds`` is CPU time of the worker, so a busy machine changes no verdict; ``wall_seconds`` bounds a verifier that
     sleeps: it counts only time in which the worker does not want a core. A row whose worker was killed, crashed or ran out
-    of memory is tried once more in a fresh worker, then becomes unknown. Workers start at the first job (or
-    :meth:`start`), in the background, and import the verifiers named in ``preload`` before they take one.
+    of memory is tried once more in a fresh worker, then becomes unknown; a row that ran out of its time is unknown at once. Workers start at the first job (or
+    :meth:`start`), in the background, and import the verifiers named in ``preload`` before they take one. While rows hang,
+    up to :data:`MAX_EXTRA` further workers take the rest, so that sleeping rows cost a batch one deadline, not one each.
 
     A callable that cannot be imported by name (lambda, closure, function of a notebook or ``__main__``) is run in the
     calling process when its job is submitted: exceptions are caught, but nothing can stop it if it hangs.
@@ -174,7 +178,8 @@ class Pool:
                     worker.kill()
 
     def _round(self, selector: selectors.BaseSelector, workers: list[process.Process]) -> None:
-        while len(workers) < self._size:
+        self._retire(selector, workers)
+        while len(workers) < self._wanted(workers):
             workers.append(process.Process(self._memory, self._cpu, self._preload))
             selector.register(workers[-1].socket, selectors.EVENT_READ, workers[-1])
         for worker in workers:
@@ -196,6 +201,17 @@ class Pool:
             selector.unregister(worker.socket)
             worker.kill(grace=0.5 if counter == "crashes" else 0.0)
             self._replace(worker, counter, reason if counter == "timeouts" else f"{reason} {worker.exit_reason()}")
+
+    def _wanted(self, workers: list[process.Process]) -> int:
+        """One worker more for every row that hangs while others wait."""
+        slow = sum(w.job is not None and w.started and w.cpu + w.idle > SLOW_SECONDS for w in workers)
+        return self._size + min(MAX_EXTRA, slow if self._queue else 0)
+
+    def _retire(self, selector: selectors.BaseSelector, workers: list[process.Process]) -> None:
+        for worker in [w for w in workers if w.job is None][: max(0, len(workers) - self._size)] if not self._queue else ():
+            workers.remove(worker)
+            selector.unregister(worker.socket)
+            worker.kill()
 
     def _dispatch(self, worker: process.Process) -> None:
         if not worker.ready or worker.job is not None:
@@ -235,17 +251,18 @@ class Pool:
         return f"no verdict after {self._wall:g} s of waiting" if worker.idle > self._wall else None
 
     def _replace(self, worker: process.Process, counter: str, reason: str) -> None:
-        """A worker was lost: its row is tried once more, then unknown."""
+        """A worker was lost: its row is tried once more, or unknown if it was before, or if it ran out of time."""
         with self._changed:
             self.counters[counter] += 1
             self.counters["replaced"] += 1
             ticket = worker.job
-            retry = ticket is not None and ticket not in self._retried
+            again = ticket in self._retried
+            retry = ticket is not None and not again and not (counter == "timeouts" and worker.started)
             if ticket is not None and retry:
                 self._retried.add(ticket)
                 self._queue.appendleft(ticket)
         if ticket is not None and not retry:
-            self._finish(ticket, unknown(f"{reason} (tried twice)"))
+            self._finish(ticket, unknown(f"{reason} (tried twice)" if again else reason))
         if not worker.ready:
             self._start_failures += 1
             if self._start_failures >= MAX_START_FAILURES:

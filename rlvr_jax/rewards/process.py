@@ -83,7 +83,7 @@ class Process:
         self._reset_clocks()
 
     def _reset_clocks(self) -> None:
-        self._cpu_base = _cpu_seconds(self.pid)[0]
+        self._cpu_base = cpu_seconds(self.pid)[0]
         self._last_tick = time.monotonic()
         self.cpu = self.idle = 0.0
 
@@ -92,7 +92,7 @@ class Process:
         now = time.monotonic()
         # A stopped parent or a sleeping laptop shows up as one long gap, which is nobody's fault.
         passed, self._last_tick = min(now - self._last_tick, _TICK_CAP), now
-        total, state = _cpu_seconds(self.pid)
+        total, state = cpu_seconds(self.pid)
         self.cpu = total - self._cpu_base
         if state != "R":
             self.idle += passed
@@ -119,7 +119,7 @@ def pack(number: int, verifier: str, text: str, answer: Any, fields: dict[str, A
     return pickle.dumps((number, verifier, text, answer, fields), protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _cpu_seconds(pid: int) -> tuple[float, str]:
+def cpu_seconds(pid: int) -> tuple[float, str]:
     """CPU seconds of a process so far, and R if any of its threads runs or waits for a core, else S.
 
     (0, S) where /proc is missing (macOS; there the worker's own RLIMIT_CPU holds) or the process is gone.
