@@ -143,7 +143,7 @@ def _measure(parts: part.Parts, params: Any) -> dict[str, Any]:
         return {}
     decode = parts.tokenizer.decode
     formatted: dict[str, list[bool]] = {name: [] for name in parts.dataset.eval}
-    names = list(parts.dataset.names)
+    names = parts.dataset.order
 
     def judge(rows: Sequence[Any], texts: list[str]) -> Any:
         for row, text in zip(rows, texts):

@@ -1,6 +1,5 @@
 """Training rows that are evaluation prompts: found word for word, and where only the layout differs."""
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -35,14 +34,13 @@ class Overlap(NamedTuple):
         rows = self.exact + self.layout
         how = f"{self.exact} word for word, {self.layout} but for the layout"
         return (f"domain '{self.train}': {rows} training row{'s are' if rows > 1 else ' is'} {self.prompts} of the evaluation prompts of '{self.eval}' "
-                f"({how}) and {'were' if rows > 1 else 'was'} dropped, e.g. {self.example[:_SHOWN]!r}")
+                f"({how}) and {'were' if rows > 1 else 'was'} dropped, e.g. {self.example!r}")
 
 
 def _one_spelling(m: re.Match[str]) -> str:
     return {"l": "<=", "g": ">="}.get(m[0][1:2], "") if "e" in m[0] else ""
 
 
-@functools.lru_cache(1 << 18)
 def loose(key: str) -> str:
     """A problem's key (:func:`rlvr_jax.data.rows.problem_key`) without what may differ between two copies of one problem.
 
@@ -58,15 +56,19 @@ def loose(key: str) -> str:
     return text if len(text) >= 20 else key
 
 
-def find(train: Mapping[str, Sequence[Example]], held: Mapping[str, Sequence[Example]]) -> list[Overlap]:
-    """One entry for each pair of a training and an evaluation domain that share a problem."""
-    out = []
-    for eval_name, of_eval in held.items():
-        keys = {e.key for e in of_eval}
-        by_loose = {loose(k): k for k in keys}
-        for train_name, of_train in train.items():
-            rows = [(e, by_loose[loose(e.key)]) for e in of_train if loose(e.key) in by_loose]
-            exact = sum(e.key in keys for e, _ in rows)
+def split(train: Mapping[str, Sequence[Example]], held: Mapping[str, Sequence[Example]]) -> tuple[dict[str, list[Example]], list[Overlap]]:
+    """Training rows without the evaluation prompts of any domain, and what was taken out for each pair of domains."""
+    asked = {name: {loose(e.key): e.key for e in of_eval} for name, of_eval in held.items()}
+    everything = {k for keys in asked.values() for k in keys}
+    kept, out = {}, []
+    for train_name, of_train in train.items():
+        keys = [loose(e.key) for e in of_train]
+        kept[train_name] = [e for e, k in zip(of_train, keys) if k not in everything]
+        taken = [(e, k) for e, k in zip(of_train, keys) if k in everything]
+        for eval_name, by_loose in asked.items():
+            rows = [(e, k) for e, k in taken if k in by_loose]
+            exact = {e.key for e in held[eval_name]}
+            n = sum(e.key in exact for e, _ in rows)
             if rows:
-                out.append(Overlap(train_name, eval_name, exact, len(rows) - exact, len({k for _, k in rows}), " ".join(rows[0][0].prompt.split())))
-    return out
+                out.append(Overlap(train_name, eval_name, n, len(rows) - n, len({k for _, k in rows}), " ".join(rows[0][0].prompt.split())[:_SHOWN]))
+    return kept, out
