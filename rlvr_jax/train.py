@@ -137,6 +137,8 @@ class _Loop:
         pending: tuple[int, dict[str, Any]] | None = None
         stop = self._stop(started)
         with writer, metric.Progress(config.train.steps, record.step, enabled=self.first) as progress:
+            for warning in self.parts.dataset.warnings:
+                progress.log(f"data: {warning}")
             if not record.eval and config.eval.prompts_per_domain:
                 writer.write(0, self._evaluate(state.params, record, progress) | {"compiles": self.compiles.count})
             while not self._at_end(record) and not stop:

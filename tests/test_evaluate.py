@@ -48,7 +48,7 @@ class Engine:
     def update_weights(self, params, version): ...
     def release(self): ...
 
-    def generate(self, prompts, prompt_id, domain, G, seed, step):
+    def generate(self, prompts, prompt_id, domain, G, seed, step, occurrence):
         B = len(prompts) * G
         tokens = np.array([[p[0], p[0] + (g % 2)] for p in prompts for g in range(G)])
         one, zero = np.ones(B, int), np.zeros((B, 2))
