@@ -31,11 +31,12 @@ _TOLD = 3  # reasons of unknown verdicts that are named
 Records = dict[str, list[dict[str, Any]]]
 
 
-def benchmark(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
+def benchmark(config: Config, checkpoint: str | None = None, programs: dict[Any, Any] | None = None) -> dict[str, Any]:
     """Evaluates ``model.path``, or the weights of the config's run, on every domain.
 
     Args:
       checkpoint: best, last or a step.
+      programs: a dict that keeps what is compiled for the next call of this process.
 
     Returns:
       The content of ``results.json``; ``folder`` says where it is.
@@ -47,7 +48,7 @@ def benchmark(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     e = config.eval
     if e.samples_per_prompt > 1 and e.temperature == 0:
         raise ConfigError(f"eval.samples_per_prompt: {e.samples_per_prompt} samples at eval.temperature 0 are one answer {e.samples_per_prompt} times; give a temperature > 0, or 1 sample")
-    with part.build(config) as parts:
+    with part.build(config, programs=programs) as parts:
         params = parts.params() if checkpoint is None else restore_params(parts, checkpoint)
         identity = _identity(parts, weights_sha256(params))
         name = "_".join(re.findall(r"[\w.-]+", f"checkpoint-{checkpoint}" if checkpoint else Path(config.model.path).name)) or "model"

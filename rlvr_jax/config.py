@@ -432,8 +432,7 @@ def check_for_training(config: Config) -> None:
       ConfigError: nothing to train on, temperature 0, one sample per prompt where samples are compared, a critic's warm-up
         without an end.
     """
-    if not config.data.trained:
-        raise ConfigError("data.domains: every domain has an 'eval_path' alone, for evaluation only; give one a 'path' or a 'task' to train on")
+    check_trained(config)
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature: 0 samples one answer only and has no policy gradient; use a value > 0 (1.0 is usual)")
     critic, steps = config.algorithm.value, config.train.steps
@@ -443,6 +442,15 @@ def check_for_training(config: Config) -> None:
         raise ConfigError("data.mixer.name: dump_ucb reads the advantages of groups, and advantage 'gae' has none; use static, reward_gap or tscl")
     if critic is not None and steps and critic.warmup_steps >= steps:
         raise ConfigError(f"algorithm.critic.warmup_steps: {critic.warmup_steps} of train.steps {steps} leave no step to the policy; use fewer")
+
+
+def check_trained(config: Config) -> None:
+    """
+    Raises:
+      ConfigError: nothing to train on.
+    """
+    if not config.data.trained:
+        raise ConfigError("data.domains: every domain has an 'eval_path' alone, for evaluation only; give one a 'path' or a 'task' to train on")
 
 
 def _check_single_samples(config: Config) -> None:

@@ -40,8 +40,9 @@ def sft(config: Config) -> dict[str, Any]:
       ``<run_dir>/summary.json``.
 
     Raises:
-      ConfigError: no pairs, or no row short enough.
+      ConfigError: no domain to train on, no pairs, or no row short enough.
     """
+    configs.check_trained(config)
     s = config.sft
     run_dir = Path(config.run_dir or "runs/sft")
     out = Path(s.export) if s.export else run_dir / "model"
