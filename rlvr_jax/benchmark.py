@@ -113,8 +113,10 @@ def _records(answers: Answers, G: int, details: Sequence[str]) -> list[dict[str,
 def _kept(path: Path, rows: Mapping[str, Sequence[Any]], G: int, batch: int) -> Records:
     """The answers of an earlier start: of each domain those to its first prompts, as far as none is missing and whole batches go.
 
-    The file is rewritten without what a kill tore. Answers beyond the present limit stay in it.
+    A smaller limit may have ended inside a batch: its answers stay. The file is rewritten without what a kill tore; answers beyond
+    the present limit stay in it.
     """
+    ended = _ended(path.parent / RESULTS)
     found: dict[tuple[str, int, int], dict[str, Any]] = {}
     for raw in path.read_bytes().splitlines() if path.exists() else ():
         try:
@@ -127,11 +129,19 @@ def _kept(path: Path, rows: Mapping[str, Sequence[Any]], G: int, batch: int) -> 
         n = 0
         while all((name, n, g) in found for g in range(G)) and (n >= len(of_domain) or found[name, n, 0]["prompt"] == of_domain[n].prompt):
             n += 1
-        n -= 0 if n >= len(of_domain) else n % batch
+        n -= 0 if n >= len(of_domain) or n == ended.get(name) else n % batch
         kept[name] = [found[name, i, g] for i in range(n) for g in range(G)]
     if path.exists():
         records.write_atomic(path, b"".join(records.line(r) for of_domain in kept.values() for r in of_domain))
     return kept
+
+
+def _ended(path: Path) -> dict[str, int]:
+    """How many prompts of each domain the last evaluation that came to its end had."""
+    try:
+        return {name: d["prompts"] for name, d in json.loads(path.read_bytes())["domains"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _results(parts: part.Parts, found: Records) -> dict[str, Any]:

@@ -142,5 +142,8 @@ def _prompts(texts: Sequence[str], correct: np.ndarray, valid: np.ndarray, G: in
 
 
 def _batches(first: int, end: int, size: int) -> Iterator[slice]:
-    for i in range(first, end, size):
-        yield slice(i, min(i + size, end))
+    """``first ... end - 1`` cut at the multiples of ``size``, wherever it begins."""
+    while first < end:
+        stop = min(first - first % size + size, end)
+        yield slice(first, stop)
+        first = stop

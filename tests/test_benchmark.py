@@ -67,18 +67,22 @@ def test_an_evaluation_is_on_disk_and_goes_on(config, tmp_path):
 
 
 def test_a_limit_that_grows_goes_on_and_one_that_shrinks_keeps(config, tmp_path):
-    few = run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=4")
-    first = (only(tmp_path / "a") / "answers.jsonl").read_text().splitlines()
+    """Also where the smaller limit ended inside a batch (of 4)."""
+    file = lambda: (only(tmp_path / "a") / "answers.jsonl").read_text().splitlines()  # noqa: E731
+    few = run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=3")
+    first = file()
+    edited = [line.replace('"response": "', '"response": "kept ') for line in first]
+    (only(tmp_path / "a") / "answers.jsonl").write_text("\n".join(edited) + "\n")
     more = run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=8")
-    second = (only(tmp_path / "a") / "answers.jsonl").read_text().splitlines()
-    assert few["bench"]["prompts"] == 4 and more["bench"]["prompts"] == 8 and set(first) < set(second) and len(second) == 2 * len(first) == 32
-    assert run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=4") == few
-    assert sorted((only(tmp_path / "a") / "answers.jsonl").read_text().splitlines()) == sorted(second)
+    second = file()
+    assert few["bench"]["prompts"] == 3 and more["bench"]["prompts"] == 8 and len(first) == 12 and len(second) == 32
+    assert set(edited) < set(second), "answers that were there were made again"
+    assert run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=3")["bench"]["total"] == 6 and sorted(file()) == sorted(second)
 
 
 def test_other_settings_and_other_data_have_another_folder(config, tmp_path):
     run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=2")
-    run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=2", "eval.temperature=0.5")
+    run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=2", "data.overlong_prompt=truncate")
     run(config, f"run_dir={tmp_path / 'a'}", "eval.limit=2", "data.domains.bench.template=boxed")
     assert len(list((tmp_path / "a" / "eval").iterdir())) == 3
 
