@@ -15,7 +15,7 @@ from rlvr_jax import exit_codes
 
 EXAMPLES = {
     "train": "rlvr-jax train configs/quickstart.yaml\n  rlvr-jax train configs/quickstart.yaml seed=1 run_dir=runs/seed1 'strategies=[difffilter]'",
-    "eval": "rlvr-jax eval configs/quickstart.yaml\n  rlvr-jax eval configs/quickstart.yaml --checkpoint best eval.samples_per_prompt=4 eval.temperature=1",
+    "eval": "rlvr-jax eval configs/quickstart.yaml\n  rlvr-jax eval configs/eval/gsm8k.yaml model.path=FOLDER data.root=FOLDER eval.limit=100   # or $RLVR_DATA\n  rlvr-jax eval configs/quickstart.yaml --checkpoint best eval.samples_per_prompt=4 eval.temperature=1",
     "generate": "rlvr-jax generate configs/quickstart.yaml --prompt '27+45=?' -n 4\n  rlvr-jax generate configs/quickstart.yaml --checkpoint last --prompts prompts.txt --out answers.jsonl",
     "sft": "rlvr-jax sft configs/quickstart_sft.yaml\n  rlvr-jax sft my.yaml model.path=/models/Qwen3-0.6B sft.steps=500",
     "export": "rlvr-jax export runs/quickstart my_model\n  rlvr-jax export runs/quickstart my_model --checkpoint last --dtype bfloat16",
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("train", _train, "train, or continue, the run of a config", config=True, processes=True)
     command("preflight", _preflight, "check all that a run on several hosts needs, before it is paid for", config=True, processes=True)
-    p = command("eval", _eval, "accuracy on held-out prompts, per domain, as JSON", config=True, processes=True)
+    p = command("eval", _eval, "accuracy on held-out prompts or a benchmark, per domain, as JSON and a table; started again, it goes on where it was stopped", config=True, processes=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
     p = command("generate", _generate, "answers to prompts, one JSON object a line", config=True)
     p.add_argument("--checkpoint", metavar="best|last|STEP", help="weights of the config's run instead of model.path")
@@ -227,22 +227,14 @@ def _sft(args: argparse.Namespace) -> None:
 def _eval(args: argparse.Namespace) -> None:
     config = _load(args)
     _join(args)
-    from rlvr_jax import parts as part
-    from rlvr_jax.evaluate import evaluate
-    from rlvr_jax.metrics import Progress
+    from rlvr_jax import distributed
+    from rlvr_jax.benchmark import benchmark
+    from rlvr_jax.benchmark_table import markdown
 
-    with part.build(config) as parts:
-        params = _weights(parts, args.checkpoint)
-        e, done = config.eval, [0]
-        with Progress(sum(map(len, parts.dataset.eval.values())), description="eval", fields=()) as progress:
-            def on_batch(n: int) -> None:
-                done[0] += n
-                progress.update(done[0])
-
-            scores = evaluate(parts.eval_engine(), params, parts.dataset.eval, parts.judge, parts.tokenizer.decode,
-                              samples=e.samples_per_prompt, batch_prompts=e.batch_prompts, on_batch=on_batch)
-    _print_once({name: {"accuracy": s.accuracy, "correct": s.correct, "known": s.known, "total": s.total, "truncated": s.truncated,
-                        "tokens_mean": s.tokens / max(s.total, 1), **{k: v for k, v in s.measures().items() if k != "eval"}} for name, s in scores.items()})
+    results = benchmark(config, args.checkpoint)
+    if distributed.first():
+        print(markdown(results), f"{results['folder']}", sep="\n", file=sys.stderr)
+    _print_once(results["domains"] | ({"mean": results["mean"]} if len(results["domains"]) > 1 else {}))
 
 
 def _generate(args: argparse.Namespace) -> None:

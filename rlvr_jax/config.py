@@ -48,8 +48,9 @@ class Domain(Strict):
     """Of a task: train on so many different problems, the same for every seed, which come again each epoch; null = endless."""
     path: str | None = None
     """JSONL, JSON or parquet file (gs:// too), below data.root unless absolute; 'hf:NAME[:CONFIG][@SPLIT]' reads the datasets library."""
-    eval_path: str | None = None
-    """Held-out file; without one a share of the rows (data.holdout), chosen by hash, is held out."""
+    eval_path: str | tuple[str, ...] | None = None
+    """Held-out file, or several that count as one; without one a share of the rows (data.holdout), chosen by hash, is held out.
+    Alone, without path or task: a domain that is evaluated, all its rows, and never trained on (a benchmark, ``configs/eval/``)."""
     split: str = "train"
     """Split of an 'hf:' source."""
     columns: dict[str, str] = {}
@@ -58,7 +59,8 @@ class Domain(Strict):
     answer_after: str | None = None
     """Keep only what follows the last occurrence of this string in the answer ('####' for GSM8K)."""
     template: str = "{prompt}"
-    """Python format string over the row's fields; lists have two formats, {options:letters} and {numbers:commas}."""
+    """Name of a convention (``rlvr_jax/data/templates.py``: boxed_cot, letter_cot, ...), or a Python format string over the row's fields;
+    lists have two formats, {options:letters} and {numbers:commas}."""
     verifier: str | None = None
     """math, countdown, knights, choice, format or module:function. Generated tasks bring their own."""
     verifier_args: dict[str, Any] = {}
@@ -70,13 +72,18 @@ class Domain(Strict):
 
     @pydantic.model_validator(mode="after")
     def _source(self) -> Self:
-        if (self.task is None) == (self.path is None):
-            raise ValueError("a domain needs exactly one of 'task' and 'path'")
-        if self.path is not None and self.problems is not None:
+        if (self.task is not None and self.path is not None) or not (self.trained or self.eval_path):
+            raise ValueError("a domain needs exactly one of 'task' and 'path', or an 'eval_path' alone if it is for evaluation only")
+        if self.task is None and self.problems is not None:
             raise ValueError("'problems' goes with 'task'; a file has the rows that it has")
-        if self.path is not None and self.verifier is None and not self.rewards:
+        if self.task is None and self.verifier is None and not self.rewards:
             raise ValueError("a domain read from a file needs a 'verifier' (math, countdown, knights, choice, format or module:function)")
         return self
+
+    @property
+    def trained(self) -> bool:
+        """False for a domain that is only evaluated."""
+        return self.task is not None or self.path is not None
 
 
 class Mixer(Strict):
@@ -144,6 +151,11 @@ class Data(Strict):
     """skip: reported with file and line, and counted; refuse: the first broken row ends the run at start-up."""
     holdout: float = pydantic.Field(0.1, gt=0, lt=1)
     """Share of prompts, chosen by a hash of their text, that is for evaluation only."""
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the domains that are trained on, in their order."""
+        return tuple(name for name, domain in self.domains.items() if domain.trained)
 
 
 class Rollout(Strict):
@@ -337,7 +349,10 @@ class Train(Strict):
 
 class Eval(Strict):
     prompts_per_domain: int = pydantic.Field(200, ge=0)
-    """0 = no evaluation."""
+    """Held-out prompts of a domain that is trained on; 0 = no evaluation. A domain with an eval_path alone is evaluated whole."""
+    limit: int | None = pydantic.Field(None, ge=1)
+    """At most so many prompts of every domain: the first in an order by a hash of their text, the same for every model, a fair
+    sample even of a sorted file. A larger limit later goes on where the smaller one ended."""
     samples_per_prompt: int = pydantic.Field(1, ge=1)
     temperature: float = pydantic.Field(0.0, ge=0)
     batch_prompts: int = pydantic.Field(64, ge=1)
@@ -397,7 +412,7 @@ class Config(Strict):
             (bool(self.data.domains), "data.domains: at least one domain is needed"),
             (self.train.prompts_per_step % self.train.updates_per_batch == 0,
              f"train.updates_per_batch: {self.train.updates_per_batch} does not divide train.prompts_per_step {self.train.prompts_per_step}"),
-            (self.train.micro_batch % (self.mesh.data * self.mesh.fsdp) == 0,
+            (not self.data.trained or self.train.micro_batch % (self.mesh.data * self.mesh.fsdp) == 0,
              f"train.micro_batch: {self.train.micro_batch} is not a multiple of mesh.data*mesh.fsdp = {self.mesh.data * self.mesh.fsdp}"),
             ((self.algorithm.overlong_buffer or 0) <= self.rollout.max_new_tokens,
              f"algorithm.overlong_buffer: {self.algorithm.overlong_buffer} is more than rollout.max_new_tokens {self.rollout.max_new_tokens}"),
@@ -415,8 +430,10 @@ def check_for_training(config: Config) -> None:
     """Combinations that only training refuses (evaluation and generation allow them).
 
     Raises:
-      ConfigError: temperature 0, one sample per prompt where samples are compared, a critic's warm-up without an end.
+      ConfigError: nothing to train on, temperature 0, one sample per prompt where samples are compared, a critic's warm-up
+        without an end.
     """
+    check_trained(config)
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature: 0 samples one answer only and has no policy gradient; use a value > 0 (1.0 is usual)")
     critic, steps = config.algorithm.value, config.train.steps
@@ -426,6 +443,15 @@ def check_for_training(config: Config) -> None:
         raise ConfigError("data.mixer.name: dump_ucb reads the advantages of groups, and advantage 'gae' has none; use static, reward_gap or tscl")
     if critic is not None and steps and critic.warmup_steps >= steps:
         raise ConfigError(f"algorithm.critic.warmup_steps: {critic.warmup_steps} of train.steps {steps} leave no step to the policy; use fewer")
+
+
+def check_trained(config: Config) -> None:
+    """
+    Raises:
+      ConfigError: nothing to train on.
+    """
+    if not config.data.trained:
+        raise ConfigError("data.domains: every domain has an 'eval_path' alone, for evaluation only; give one a 'path' or a 'task' to train on")
 
 
 def _check_single_samples(config: Config) -> None:

@@ -1,16 +1,35 @@
 """Accuracy on held-out prompts, per domain, with the sampler that training uses."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlvr_jax.rewards import extract
+from rlvr_jax.rollout.keys import occurrences
 from rlvr_jax.types import Rollout
 
 # Evaluation always draws the same random numbers, whatever the seed of the run: two runs differ by their weights only.
 EVAL_SEED = 0x5EED
+
+
+class Answers(NamedTuple):
+    """B = N * G answers to N prompts, a prompt's G samples side by side.
+
+    ``domain`` and ``first``: they are the prompts number ``first`` and following of a domain; ``rows[N]`` the prompts, ``texts[B]`` the
+    answers, ``tokens[B]`` their lengths, ``truncated[B]``, and the verdicts ``reward[B]``, ``correct[B]``, ``valid[B]`` (not unknown).
+    """
+
+    domain: str
+    first: int
+    rows: Sequence[Any]
+    texts: Sequence[str]
+    tokens: np.ndarray
+    truncated: np.ndarray
+    reward: np.ndarray
+    correct: np.ndarray
+    valid: np.ndarray
 
 
 class Score(NamedTuple):
@@ -27,6 +46,12 @@ class Score(NamedTuple):
     truncated: int = 0
     prompts: tuple[tuple[int, int, float], ...] = ()
 
+    def plus(self, texts: Sequence[str], tokens: Sequence[int] | np.ndarray, truncated: Sequence[bool] | np.ndarray, correct: np.ndarray, valid: np.ndarray,
+             G: int) -> "Score":
+        """With the answers to more prompts, G samples each; see :class:`Answers`."""
+        more = (np.sum(correct & valid), np.sum(valid), len(texts), np.sum(tokens), np.sum(truncated))
+        return Score(*(a + int(b) for a, b in zip(self[:5], more)), self.prompts + _prompts(texts, correct, valid, G))  # type: ignore[arg-type]
+
     @property
     def accuracy(self) -> float:
         """Share of known verdicts that are correct (pass@1); 0 when nothing is known."""
@@ -39,6 +64,12 @@ class Score(NamedTuple):
         """
         enough = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c, _ in self.prompts if n >= k]
         return sum(enough) / max(len(enough), 1)
+
+    @property
+    def stderr(self) -> float:
+        """Standard error of the accuracy over the choice of prompts (a prompt's samples are one draw); 0 with fewer than two."""
+        shares = [c / n for n, c, _ in self.prompts if n]
+        return float(np.std(shares, ddof=1) / math.sqrt(len(shares))) if len(shares) > 1 else 0.0
 
     @property
     def majority(self) -> float:
@@ -69,29 +100,31 @@ def majority(texts: Sequence[str], correct: np.ndarray, valid: np.ndarray) -> fl
     return (None in most) / len(most) if most else 0.0
 
 
-def evaluate(engine: Any, params: Any, rows: dict[str, Sequence[Any]], judge: Callable[[Sequence[Any], list[str]], Any], decode: Callable[[Sequence[int]], str], *,
-             samples: int, batch_prompts: int, on_batch: Callable[[int], None] = lambda n: None) -> dict[str, Score]:
-    """Scores every row of every domain with ``samples`` answers each.
+def evaluate(engine: Any, params: Any, rows: Mapping[str, Sequence[Any]], judge: Callable[[Sequence[Any], list[str]], Any], decode: Callable[[Sequence[int]], str], *,
+             samples: int, batch_prompts: int, on_batch: Callable[[Answers], None] = lambda answers: None, skip: Mapping[str, int] | None = None) -> dict[str, Score]:
+    """Scores the rows of every domain with ``samples`` answers each.
 
     Args:
       engine: see :mod:`rlvr_jax.rollout.engine`; its sampling parameters decide greedy or not.
       rows: domain name -> data rows (``token_ids``, ``prompt_id``, ``domain``).
       judge: ``(rows, texts) -> (reward [B], correct [B], valid [B])``, one row per text.
-      on_batch: told the number of prompts just finished (progress bars).
+      on_batch: told the answers to each batch of prompts (files, progress bars).
+      skip: domain name -> how many of its first rows are passed over and do not count.
     """
     out: dict[str, Score] = {}
     engine.update_weights(params, 0)
-    for name, domain_rows in rows.items():
+    for name, of_domain in rows.items():
         score = Score()
-        for batch in _batches(domain_rows, batch_prompts):
-            rollout = engine.generate([list(r.token_ids) for r in batch], np.array([r.prompt_id for r in batch]),
-                                      np.array([r.domain for r in batch]), samples, EVAL_SEED, 0)
+        ids = np.array([r.prompt_id for r in of_domain], np.int64)
+        earlier = occurrences(ids)  # over all rows, so that an answer does not depend on where a batch begins
+        for part in _batches((skip or {}).get(name, 0), len(of_domain), batch_prompts):
+            batch = of_domain[part]
+            rollout = engine.generate([list(r.token_ids) for r in batch], ids[part], np.array([r.domain for r in batch]), samples, EVAL_SEED, 0, earlier[part])
             texts = response_texts(rollout, decode)
-            _, correct, valid = judge([r for r in batch for _ in range(samples)], texts)
-            counts = (np.sum(correct & valid), np.sum(valid), len(texts), np.sum(rollout.response_length), np.sum(rollout.truncated))
-            totals = [a + int(b) for a, b in zip(score[:5], counts)]
-            score = Score._make([*totals, score.prompts + _prompts(texts, correct, valid, samples)])
-            on_batch(len(batch))
+            reward, correct, valid = judge([r for r in batch for _ in range(samples)], texts)
+            answers = Answers(name, part.start, batch, texts, np.asarray(rollout.response_length), np.asarray(rollout.truncated), reward, correct, valid)
+            score = score.plus(texts, answers.tokens, answers.truncated, correct, valid, samples)
+            on_batch(answers)
         out[name] = score
     engine.release()
     return out
@@ -108,6 +141,9 @@ def _prompts(texts: Sequence[str], correct: np.ndarray, valid: np.ndarray, G: in
     return tuple((int(valid[g].sum()), int((correct & valid)[g].sum()), majority(texts[g], correct[g], valid[g])) for g in groups)
 
 
-def _batches(rows: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for i in range(0, len(rows), size):
-        yield rows[i:i + size]
+def _batches(first: int, end: int, size: int) -> Iterator[slice]:
+    """``first ... end - 1`` cut at the multiples of ``size``, wherever it begins."""
+    while first < end:
+        stop = min(first - first % size + size, end)
+        yield slice(first, stop)
+        first = stop

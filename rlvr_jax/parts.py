@@ -126,7 +126,8 @@ def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[A
     except ValueError as e:
         raise ConfigError(str(e)) from None
     dataset = data.build(config, tokenizer)
-    mixer = mix.build_mixer(config.data.mixer.name, dataset.weights, **config.data.mixer.settings())
+    # Without a domain to train on there is nothing to mix; no one will ask this mixer.
+    mixer = mix.build_mixer(config.data.mixer.name, dataset.weights if dataset.names else [1.0], **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:
         yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge, {} if programs is None else programs)
 
@@ -140,19 +141,21 @@ class Judge:
 
     def __init__(self, config: Config, dataset: Any, rewards: Sequence[Any] | None = None):
         self.recipes: list[Sequence[Mapping[Any, float]]] = []
-        for domain, source in zip(config.data.domains.values(), dataset.train.sources):
-            self.recipes.append([{fn: 1.0} for fn in rewards] if rewards else domain.rewards or config.rewards)
-            first = source.order[0]
-            for entry in self.recipes[-1]:
-                (verifier, _), = entry.items()
+        asked: set[Any] = set()
+        for name, first in _first_rows(dataset).items():
+            self.recipes.append([{fn: 1.0} for fn in rewards] if rewards else config.data.domains[name].rewards or config.rewards)
+            for verifier in () if first is None else [v for entry in self.recipes[-1] for v in entry]:
+                asked.add(self._verifier(first, verifier))
                 registry.check(self._verifier(first, verifier), first.fields)
         self.threshold = config.algorithm.success_threshold
         self.reasons: dict[str, int] = {}
+        self.details: list[str] = []
+        """What the first verifier said of each answer of the last :meth:`collect`; '' where another process judged it."""
         self.counters: dict[str, int] = {}
         """Of the pools of all processes, as of the last :meth:`collect`."""
         self._submitted = 0
         c = config.pool
-        names = {registry.reference(self._verifier(source.order[0], v)) for source, recipe in zip(dataset.train.sources, self.recipes) for e in recipe for v in e}
+        names = {registry.reference(v) for v in asked}
         # Imported before the first row: a module that fails in a worker stops the run instead of judging every row unknown.
         self.pool = pools.Pool(c.workers, c.cpu_seconds, c.wall_seconds, c.memory_mb, preload=sorted(n for n in names if n))
         self.pool.start()
@@ -179,9 +182,11 @@ class Judge:
                 self.reasons[verdict.detail] = self.reasons.get(verdict.detail, 0) + 1
         verdicts = iter(scored)
         own = np.zeros((len(rows), 3), np.float32)  # 0 where another process judges
+        self.details = [""] * len(rows)
         for i, (row, of_row) in enumerate(zip(rows, tickets)):
             if of_row:
-                own[i] = registry.combine(self.recipes[row.domain], [next(verdicts) for _ in of_row], self.threshold)
+                of_this = [next(verdicts) for _ in of_row]
+                own[i], self.details[i] = registry.combine(self.recipes[row.domain], of_this, self.threshold), of_this[0].detail
         out, self.counters = _of_all(own, self.pool.counters)
         return out[:, 0], out[:, 1].astype(bool), out[:, 2].astype(bool)
 
@@ -200,6 +205,12 @@ class Judge:
 
     def __exit__(self, *error: object) -> None:
         self.pool.close()
+
+
+def _first_rows(dataset: Any) -> dict[str, Any]:
+    """A row of each domain, in the order in which rows number them; None for a domain without any."""
+    trained = {source.name: source.order[0] for source in dataset.train.sources}
+    return {name: trained.get(name) or next(iter(dataset.eval[name]), None) for name in dataset.order}
 
 
 def _of_all(verdicts: np.ndarray, counters: Mapping[str, int]) -> tuple[np.ndarray, dict[str, int]]:

@@ -40,8 +40,9 @@ def sft(config: Config) -> dict[str, Any]:
       ``<run_dir>/summary.json``.
 
     Raises:
-      ConfigError: no pairs, or no row short enough.
+      ConfigError: no domain to train on, no pairs, or no row short enough.
     """
+    configs.check_trained(config)
     s = config.sft
     run_dir = Path(config.run_dir or "runs/sft")
     out = Path(s.export) if s.export else run_dir / "model"
@@ -143,7 +144,7 @@ def _measure(parts: part.Parts, params: Any) -> dict[str, Any]:
         return {}
     decode = parts.tokenizer.decode
     formatted: dict[str, list[bool]] = {name: [] for name in parts.dataset.eval}
-    names = list(parts.dataset.names)
+    names = parts.dataset.order
 
     def judge(rows: Sequence[Any], texts: list[str]) -> Any:
         for row, text in zip(rows, texts):

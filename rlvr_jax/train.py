@@ -79,7 +79,7 @@ def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[
     strategy = strategy_room.build(list(config.strategies if strategies is None else strategies))
     if strategy.needs_groups and config.rollout.samples_per_prompt < 2:
         raise configs.ConfigError("strategies: they compare the samples of one prompt, and rollout.samples_per_prompt is 1; use at least 2, or strategies of single rows")
-    build_mixer(config.data.mixer.name, [1.0] * len(config.data.domains), **config.data.mixer.settings())
+    build_mixer(config.data.mixer.name, [1.0] * len(config.data.trained), **config.data.mixer.settings())
     with (only_one(config.run_dir, distributed.first()) as folder, part.build(config, rewards, programs) as parts,
           Watchdog(config.train.step_limit_seconds) as watchdog, _Loop(parts, strategies, folder, watchdog) as loop):
         return loop.run()
@@ -137,6 +137,8 @@ class _Loop:
         pending: tuple[int, dict[str, Any]] | None = None
         stop = self._stop(started)
         with writer, metric.Progress(config.train.steps, record.step, enabled=self.first) as progress:
+            for warning in self.parts.dataset.warnings:
+                progress.log(f"data: {warning}")
             if not record.eval and config.eval.prompts_per_domain:
                 writer.write(0, self._evaluate(state.params, record, progress) | {"compiles": self.compiles.count})
             while not self._at_end(record) and not stop:
@@ -292,7 +294,7 @@ def compiled_in(config: Config) -> str:
     host = {"save_every", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens", "step_limit_seconds"}
     train = host | ({"steps"} if config.optimizer.schedule == "constant" else set())
     tree = config.model_dump(mode="json", exclude={"train": train} | dict.fromkeys(("seed", "run_dir", "data", "rewards", "pool", "eval", "sft"), True))
-    return json.dumps([tree, list(config.data.domains), config.data.max_prompt_length])
+    return json.dumps([tree, config.data.trained, config.data.max_prompt_length])
 
 
 def _in_main_thread() -> bool:

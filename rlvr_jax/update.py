@@ -69,7 +69,7 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
     if critic is not None:  # all answered rows are live: one pass gives both
         value, old = start_of_step(state.params, state.critic["head"], model, config, batch, answered, with_logprob=needs_old)
     plan, strategy_state, metrics = make_coefficients(batch, state.step, state.strategy_state, algo, strategy, G, truncates,
-                                              tuple(config.data.domains), ref_logprob, value)
+                                              config.data.trained, ref_logprob, value)
     if needs_old and old is None:
         old = score(state.params, plan.mask & plan.live[:, None])
     teaches = plan.live & jnp.any(plan.weight > 0, 1)  # the policy; other live rows are the critic's

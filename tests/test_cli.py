@@ -153,7 +153,8 @@ def test_generate_goes_on_where_it_was_stopped(capsys, config, tmp_path):
 
 def test_eval(capsys, config):
     scores = json.loads(out(capsys, "eval", config, "data.domains.more={task: arithmetic, task_args: {digits: [2, 2]}}"))
-    assert set(scores) == {"sums", "more"}
+    mean = scores.pop("mean")
+    assert set(scores) == {"sums", "more"} and mean["accuracy"] == sum(s["accuracy"] for s in scores.values()) / 2
     for s in scores.values():
         assert s["total"] == s["known"] == 3 and s["accuracy"] == s["correct"] / 3 and 1 <= s["tokens_mean"] <= 8
 

@@ -132,7 +132,7 @@ def test_training_rows_that_are_in_the_evaluation_file_are_dropped(tmp_path, num
     evaluation = jsonl(tmp_path / "e.jsonl", [{"question": "  Q7 ", "answer": "7"}, {"question": "q9", "answer": "9"}, {"question": "q9", "answer": "9"}, {"question": "new", "answer": "1"}])
     dataset = make(math(numbered, eval_path=str(evaluation)))
     assert dataset.counters(dataset.train.init())["d"]["overlap_dropped"] == 2
-    assert any("2 training rows are also evaluation prompts" in w for w in dataset.warnings)
+    assert any("2 training rows are 2 of the evaluation prompts" in w for w in dataset.warnings)
     assert set(texts(draw(dataset, 58)[0])) == {f"q{i}" for i in range(60)} - {"q7", "q9"}
     assert sorted(texts(dataset.eval["d"])) == ["  Q7 ", "new", "q9"]
 

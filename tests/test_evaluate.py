@@ -48,7 +48,7 @@ class Engine:
     def update_weights(self, params, version): ...
     def release(self): ...
 
-    def generate(self, prompts, prompt_id, domain, G, seed, step):
+    def generate(self, prompts, prompt_id, domain, G, seed, step, occurrence):
         B = len(prompts) * G
         tokens = np.array([[p[0], p[0] + (g % 2)] for p in prompts for g in range(G)])
         one, zero = np.ones(B, int), np.zeros((B, 2))
@@ -65,3 +65,16 @@ def test_an_evaluation_counts_by_prompt():
     scores = evaluate(Engine(), None, {"d": [Row(i) for i in (3, 5, 7)]}, judge, lambda ids: str(ids[0]), samples=3, batch_prompts=2)
     assert scores["d"] == Score(4, 6, 9, 9, 0, ((3, 2, 1.0), (3, 2, 1.0), (0, 0, 0.0)))
     assert scores["d"].measures() == {"eval": 4 / 6, "pass_at_2": 1.0, "pass_at_3": 1.0, "majority_of_3": 1.0}
+
+
+def test_an_evaluation_that_goes_on_cuts_the_same_batches():
+    judge = lambda rows, texts: (np.zeros(len(texts)), np.zeros(len(texts), bool), np.ones(len(texts), bool))  # noqa: E731
+    told = []
+    evaluate(Engine(), None, {"d": [Row(i) for i in range(7)], "e": [Row(9)]}, judge, lambda ids: str(ids[0]), samples=1, batch_prompts=3,
+             on_batch=lambda a: told.append((a.domain, a.first, [r.prompt_id for r in a.rows])), skip={"d": 2, "e": 1})
+    assert told == [("d", 2, [2]), ("d", 3, [3, 4, 5]), ("d", 6, [6])]
+
+
+def test_the_standard_error_is_over_prompts():
+    assert Score(prompts=((2, 2, 1.0), (2, 0, 0.0))).stderr == pytest.approx(0.5) and Score(prompts=((4, 2, 1.0),)).stderr == 0.0
+    assert Score(prompts=((4, 2, 1.0),) * 9 + ((0, 0, 0.0),)).stderr == 0.0

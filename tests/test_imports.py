@@ -17,12 +17,12 @@ PACKAGE = ROOT / "rlvr_jax"
 # A room (a module or sub-package of rlvr_jax) may import rooms of earlier lines, and of its own line without a cycle.
 TIERS = (
     {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random", "exit_codes", "watchdog", "remote", "distributed"},
-    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling", "pairing"},
+    {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling", "pairing", "benchmark_table"},
     {"losses", "rollout", "report", "coefficients", "critic", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
     {"step_metrics"},
     {"collect"},
-    {"train", "compare", "plan", "sft", "bench", "generate", "preflight"},
+    {"train", "compare", "plan", "sft", "bench", "generate", "preflight", "benchmark"},
     {"cli"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}

@@ -55,7 +55,7 @@ def _by_arm(spec: Spec, found: Found) -> str:
 def _mix(spec: Spec, found: Found) -> str:
     """A picture for each arm whose mix is not the baseline's: asked for (dashed) and drawn."""
     figures, seen = [], None
-    domains = list(spec.arms[spec.baseline].data.domains)
+    domains = spec.arms[spec.baseline].data.trained
     for arm in spec.arms:
         runs, series = _runs(found, arm), []
         targets = [mean_over_runs(runs, f"mix/target/{d}")[1] for d in domains]

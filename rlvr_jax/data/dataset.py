@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.config import Config, Domain
-from rlvr_jax.data import mixture, sources, tasks
+from rlvr_jax.data import mixture, overlap, sources, tasks
 from rlvr_jax.data.mixture import Encoder, Source, State, Stream, Tokenizer
 from rlvr_jax.data.prompts import BrokenRow, Schema, Template
 from rlvr_jax.data.rows import DataError, Example, Message, Notes, Row, digest, held_out, problem_key
@@ -24,20 +24,26 @@ _PROBLEM_PATIENCE = 20  # problems generated for each one wanted
 class Dataset:
     """
     Attributes:
-      names: domains in the order of the config.
+      names: domains that are trained on, in the order of the config.
+      order: these and then the domains that are evaluated only; a row's ``domain`` is its place in here.
       train: the endless training stream.
       eval: evaluation rows per domain, the same for every seed.
       notes: counts and warnings per domain, from reading the data.
-      fingerprint: hash of the content per domain.
-      weights: ``[domains]`` the config's weights, sum 1.
+      fingerprint: hash of the content per domain of ``names``.
+      eval_fingerprint: hash of all evaluation rows there are, whatever the limit, per domain.
+      weights: ``[names]`` the config's weights, sum 1.
+      overlaps: training rows that were evaluation prompts, per pair of domains; they are in ``train`` no longer.
     """
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
     train: Stream
     eval: dict[str, tuple[Row, ...]]
     notes: dict[str, Notes]
     fingerprint: dict[str, str]
+    eval_fingerprint: dict[str, str]
     weights: np.ndarray
+    overlaps: tuple[overlap.Overlap, ...] = ()
 
     def counters(self, state: State) -> dict[str, dict[str, int]]:
         """Per domain: rows_read, rows_broken, rows_held_out, rows_repeated, overlap_dropped, prompts_too_long, ..."""
@@ -46,7 +52,7 @@ class Dataset:
 
     @property
     def warnings(self) -> list[str]:
-        return [w for name in self.names for w in self.notes[name].warnings]
+        return [w for name in self.order for w in self.notes[name].warnings]
 
 
 def build(config: Config, tokenizer: Tokenizer | None) -> Dataset:
@@ -66,22 +72,27 @@ def build(config: Config, tokenizer: Tokenizer | None) -> Dataset:
     for name, domain in data.domains.items():
         train[name], held[name] = _split(name, domain, config, notes[name])
     # Against every domain's evaluation: one domain's training file may hold another's test questions.
-    forbidden = {e.key for examples in held.values() for e in examples}
+    kept, overlaps = overlap.split({name: examples for name, examples in train.items() if examples is not None}, held)
+    forbidden = {overlap.loose(e.key) for examples in held.values() for e in examples}
+    order = (*data.trained, *(name for name in data.domains if name not in data.trained))
     out, fingerprint, evaluation = [], {}, {}
-    for index, (name, domain) in enumerate(data.domains.items()):
-        examples = train[name]
-        if examples is None:
+    for index, name in enumerate(order):
+        domain, examples = data.domains[name], train[name]
+        if domain.trained and examples is None:
             source, fingerprint[name] = _task_source(index, name, domain, config, forbidden)
-        else:
-            examples = _without_overlap(name, examples, forbidden, notes[name])
-            order = mixture.shuffled(examples, config.seed, name)
-            source = Source(index, name, order, lambda e: False, len(examples))
-            fingerprint[name] = _fingerprint([*examples, *(order[i] for i in range(min(8, len(examples))))])
-        out.append(source)
-        _probe_length(source, encode, notes[name])
-        evaluation[name] = _eval_rows(index, name, held[name], config.eval.prompts_per_domain, encode, notes[name])
-    weights = np.asarray([d.weight for d in data.domains.values()], np.float64)
-    return Dataset(tuple(data.domains), Stream(out, encode, fingerprint, data.exhausted == "hand_over"), evaluation, notes, fingerprint, weights / weights.sum())
+            out.append(source)
+        elif domain.trained and examples is not None:
+            _tell_overlap(name, len(examples), kept[name], overlaps, notes[name])
+            examples = kept[name]
+            shuffled = mixture.shuffled(examples, config.seed, name)
+            out.append(Source(index, name, shuffled, lambda e: False, len(examples)))
+            fingerprint[name] = _fingerprint([*examples, *(shuffled[i] for i in range(min(8, len(examples))))])
+        if domain.trained:
+            _probe_length(out[-1], encode, notes[name])
+        evaluation[name] = _eval_rows(index, name, held[name], _wanted(domain, config), encode, notes[name], not domain.trained)
+    weights = np.asarray([data.domains[name].weight for name in data.trained], np.float64)
+    return Dataset(data.trained, order, Stream(out, encode, fingerprint, data.exhausted == "hand_over"), evaluation, notes, fingerprint,
+                   {name: _fingerprint(held[name]) for name in order}, weights / weights.sum() if len(weights) else weights, tuple(overlaps))
 
 
 def pairs(dataset: Dataset, state: State, n: int) -> tuple[list[tuple[list[Message], str]], State]:
@@ -105,13 +116,15 @@ def _split(name: str, domain: Domain, config: Config, notes: Notes) -> tuple[lis
             raise DataError(f"data.domains.{name}: 'eval_path' goes with 'path'; a generated task evaluates on problems of its own")
         held = _task_eval(name, domain, config, notes)
         return None if domain.problems is None else _task_problems(name, domain, domain.problems, config), held
-    examples = _load(name, domain, str(domain.path), config, notes)
+    if domain.path is None:  # a benchmark: every row counts, a repeated one twice
+        return None, sorted(_load_eval(name, domain, config, notes), key=_place)
+    examples = _load(name, domain, domain.path, config, notes)
     repeated = len(examples) - len({e.key for e in examples})
     if repeated:
         notes.add("rows_repeated", repeated)
         notes.warnings.append(f"domain '{name}': {repeated} of {len(examples)} rows repeat the problem of another row and are trained on more often")
-    if domain.eval_path is not None:
-        return examples, _by_hash(_load(name, domain, domain.eval_path, config, notes, "eval_"))
+    if domain.eval_path:
+        return examples, _by_hash(_load_eval(name, domain, config, notes))
     held = [e for e in examples if held_out(e.key, data.holdout)]
     notes.add("rows_held_out", len(held))
     return [e for e in examples if not held_out(e.key, data.holdout)], _by_hash(held)
@@ -119,7 +132,22 @@ def _split(name: str, domain: Domain, config: Config, notes: Notes) -> tuple[lis
 
 def _by_hash(examples: Iterable[Example]) -> list[Example]:
     """Distinct examples in the order of a hash: a prefix is a fair sample even of a sorted file."""
-    return sorted({e.key: e for e in examples}.values(), key=lambda e: digest("evaluation", e.key))
+    return sorted({e.key: e for e in examples}.values(), key=_place)
+
+
+def _place(example: Example) -> int:
+    return digest("evaluation", example.key)
+
+
+def _wanted(domain: Domain, config: Config) -> int | None:
+    """Evaluation prompts of a domain; None = all there are."""
+    most = [n for n in (config.eval.prompts_per_domain if domain.trained else None, config.eval.limit) if n is not None]
+    return min(most, default=None)
+
+
+def _load_eval(name: str, domain: Domain, config: Config, notes: Notes) -> list[Example]:
+    files = (domain.eval_path,) if isinstance(domain.eval_path, str) else domain.eval_path or ()
+    return [e for file in files for e in _load(name, domain, file, config, notes, "eval_")]
 
 
 def _load(name: str, domain: Domain, path: str, config: Config, notes: Notes, prefix: str = "") -> list[Example]:
@@ -147,15 +175,11 @@ def _load(name: str, domain: Domain, path: str, config: Config, notes: Notes, pr
     return examples
 
 
-def _without_overlap(name: str, examples: list[Example], forbidden: set[str], notes: Notes) -> list[Example]:
-    kept = [e for e in examples if e.key not in forbidden]
-    dropped = len(examples) - len(kept)
-    notes.add("overlap_dropped", dropped)
-    if dropped:
-        notes.warnings.append(f"domain '{name}': {dropped} training rows are also evaluation prompts and were dropped")
+def _tell_overlap(name: str, before: int, kept: Sequence[Example], overlaps: Sequence[overlap.Overlap], notes: Notes) -> None:
+    notes.add("overlap_dropped", before - len(kept))
+    notes.warnings += [str(o) for o in overlaps if o.train == name]
     if not kept:
         raise DataError(f"domain '{name}': no training row is left after the evaluation rows were taken out; lower data.holdout or give another eval_path")
-    return kept
 
 
 def _task_example(domain: Domain, template: Template, seed: str, index: int, system_prompt: str | None) -> Example:
@@ -177,7 +201,7 @@ def _task_source(index: int, name: str, domain: Domain, config: Config, forbidde
     seed = f"{config.seed}/{name}"
     order = mixture.endless(lambda i: _task_example(domain, template, seed, int(i), config.model.system_prompt))
     share = config.data.holdout
-    source = Source(index, name, order, lambda e: held_out(e.key, share) or e.key in forbidden, None)
+    source = Source(index, name, order, lambda e: held_out(e.key, share) or overlap.loose(e.key) in forbidden, None)
     return source, _fingerprint([order[i] for i in range(8)], str(share))
 
 
@@ -220,7 +244,7 @@ def _probe_length(source: Source, encode: Encoder, notes: Notes) -> None:
         notes.warnings.append(f"domain '{source.name}': {lost} of the first {n} prompts are longer than data.max_prompt_length={encode.max_length} tokens and will be dropped")
 
 
-def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int, encode: Encoder, notes: Notes) -> tuple[Row, ...]:
+def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int | None, encode: Encoder, notes: Notes, benchmark: bool) -> tuple[Row, ...]:
     rows: list[Row] = []
     for example in examples:
         if len(rows) == wanted:
@@ -231,7 +255,11 @@ def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int, 
         else:
             rows.append(mixture.make_row(index, name, example, ids))
     notes.counts["eval_rows"] = len(rows)
-    if len(rows) < wanted:
+    too_long = notes.counts.get("eval_prompts_too_long", 0)
+    if too_long and benchmark:
+        notes.warnings.append(f"domain '{name}': {too_long} of {len(rows) + too_long} prompts are longer than data.max_prompt_length={encode.max_length} tokens and are not asked; "
+                              "raise it, or the score is that of the others")
+    elif wanted is not None and len(rows) < wanted and not benchmark:
         notes.warnings.append(f"domain '{name}': {len(rows)} evaluation prompts, {wanted} were wanted (eval.prompts_per_domain); raise data.holdout or data.max_prompt_length, or give an eval_path")
     return tuple(rows)
 

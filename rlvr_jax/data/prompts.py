@@ -15,6 +15,7 @@ from typing import Any
 
 from rlvr_jax.config import Domain
 from rlvr_jax.data.rows import DataError, Example, Message, problem_key
+from rlvr_jax.data.templates import TEMPLATES
 
 # Columns tried in this order when the config does not map one.
 COMMON = {
@@ -66,9 +67,18 @@ class Template:
     @classmethod
     def parse(cls, text: str, where: str) -> "Template":
         """
+        Args:
+          text: the name of a convention, or a format string.
+
         Raises:
-          DataError: unbalanced braces, a field without a name, or anything but a plain name in braces.
+          DataError: an unknown name, unbalanced braces, a field without a name, or anything but a plain name in braces.
         """
+        if "{" not in text:
+            if text not in TEMPLATES:
+                near = difflib.get_close_matches(text, TEMPLATES, n=1, cutoff=0.0)[0]
+                raise DataError(f"{where}.template: '{' '.join(text.split())[:60]}' shows no field of the row, such as {{prompt}}, and no convention is called so; "
+                                f"nearest: '{near}' (there are {', '.join(TEMPLATES)})")
+            text = TEMPLATES[text]
         hint = "fields are plain names like {prompt}; write {{ and }} for braces, e.g. \\boxed{{}}"
         try:
             fields = [(name, spec) for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
