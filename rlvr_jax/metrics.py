@@ -196,7 +196,8 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
         """Shows that ``step`` is done. Values absent now (metrics come a step late) keep their last display."""
@@ -208,7 +209,8 @@ class Progress:
             self._times.popleft()  # the first interval holds the compilation
             self._warm = True
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, shown=self.shown(), eta=self.eta())
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=step, shown=self.shown(), eta=self.eta())
         elif step >= self.total or now - self._last_line >= self.seconds:
             self._last_line = now
             self.log("  ".join(filter(None, (f"{self.description} {step}/{self.total}", self.shown(), f"ETA {self.eta()}"))))
@@ -216,7 +218,8 @@ class Progress:
     def log(self, text: str, urgent: bool = False) -> None:
         """A line of text above the bar."""
         if self.enabled or urgent:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with contextlib.suppress(OSError):  # a terminal or pipe that has gone costs words, not the run
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def shown(self) -> str:
         numbers = {name: float(self._values.get(name, math.nan)) for _, name, _ in self.fields}

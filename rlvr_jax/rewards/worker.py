@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from rlvr_jax.rewards import registry
-from rlvr_jax.rewards.verdict import Verdict, unknown
+from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 
 HEADER = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ def _judge(connection: socket.socket, number: int, verifier: str, text: str, ans
     except MemoryError:
         return unknown("out of memory"), True
     except Exception as e:
-        return unknown(f"verifier raised {type(e).__name__}: {e}"), False
+        return raised(e), False
     except BaseException as e:
         return unknown(f"verifier raised {type(e).__name__}"), True
     finally:

@@ -1,0 +1,141 @@
+"""Soak: 300 steps with everything on, verifiers that hang and crash, and kills on the way: nothing leaks, nothing compiles anew, and the
+weights at the end are those of the run that nobody killed."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from rlvr_jax.metrics import read_records
+
+STEPS, WARM, KILL_EVERY = 300, 60, 60
+MARK = "RLVR_SOAK"
+
+# Light, so that a worker is there again at once. Which rows it fails at is a function of the row: of its prompt, and of the answer sampled at its step.
+VERIFIER = """
+import os, zlib
+
+def judge(text, answer):
+    fate = zlib.crc32(f"{answer}|{text}".encode()) % 1000
+    if fate < 2:
+        while True: pass
+    if fate < 5:
+        os._exit(3)
+    if fate < 15:
+        raise KeyError(fate)
+    return float(len(text) % 2)
+"""
+
+
+def config(folder: Path, model: Path) -> Path:
+    domain = {"task": "arithmetic", "rewards": [{"soak_verifier:judge": 1.0}]}
+    tree = {"model": {"path": str(model)}, "pool": {"workers": 2, "cpu_seconds": 0.3}, "optimizer": {"learning_rate": 1e-3},
+            "data": {"domains": {"sums": domain | {"task_args": {"digits": [1, 1], "ops": "+"}, "problems": 60},
+                                 "more": domain | {"task_args": {"digits": [2, 2], "ops": "-"}}}, "max_prompt_length": 32,
+                     "mixer": {"name": "dump_ucb", "warmup_steps": 5, "update_every": 5}, "prompts": {"kind": "mopps", "candidates": 3}},
+            "rollout": {"samples_per_prompt": 4, "max_new_tokens": 8}, "strategies": ["maxvar", "softmax"], "replay": {"kind": "popo", "capacity": 4},
+            "dynamic_sampling": {"max_batches": 2}, "eval": {"prompts_per_domain": 4, "batch_prompts": 4},
+            "train": {"steps": STEPS, "prompts_per_step": 4, "micro_batch": 8, "save_every": 7, "eval_every": 100, "samples_every": 20}}
+    (folder / "soak_verifier.py").write_text(VERIFIER)
+    path = folder / "soak.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def start(path: Path, run: Path, token: str) -> subprocess.Popen:
+    search = os.pathsep.join([str(path.parent), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true", "PYTHONPATH": search, MARK: token,
+                        "JAX_COMPILATION_CACHE_DIR": str(path.parent / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    with (path.parent / f"{run.name}.txt").open("a") as log:
+        return subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "train", str(path), f"run_dir={run}"], env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+def records(run: Path) -> list[dict]:
+    return [r for r in read_records(run / "metrics.jsonl") if r["step"]]
+
+
+def last(run: Path) -> int:
+    return max((r["step"] for r in records(run)), default=0)
+
+
+def belongings(token: str) -> list[int]:
+    """Ids of all live processes that were started, directly or not, with this token."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={token}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parts[2]))
+        except OSError:
+            continue
+    return found
+
+
+def look(pid: int) -> tuple[int, int]:
+    """(resident bytes, open files)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident, = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+    return resident, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def watch(process: subprocess.Popen, run: Path, token: str, until: int) -> list[tuple[int, int, int, int]]:
+    """``(step, resident bytes, open files, processes)``, several times a second, until step ``until`` or the end."""
+    seen = []
+    while process.poll() is None and (step := last(run)) < until:
+        try:
+            seen.append((step, *look(process.pid), len(belongings(token))))
+        except OSError:
+            break
+        time.sleep(0.3)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_300_steps_with_everything_on(tmp_path, tiny_model):
+    path, began = config(tmp_path, tiny_model), time.monotonic()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(path, whole, "whole")
+    seen = np.array(watch(process, whole, "whole", STEPS))
+    out, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, (tmp_path / "whole.txt").read_text()[-3000:]
+    want = json.loads(out.splitlines()[-1])
+    early, late = (seen[(seen[:, 0] >= a) & (seen[:, 0] < b)] for a, b in ((WARM, 2 * WARM), (STEPS - WARM, STEPS)))
+    memory = np.median(late[:, 1]) / np.median(early[:, 1])
+    steps = records(whole)
+    verdicts = {k: steps[-1][f"verify/{k}"] for k in ("verified", "unknown", "errors", "timeouts", "crashes", "replaced")}
+    print(f"\nundisturbed: {time.monotonic() - began:.0f} s; memory {np.median(early[:, 1]) / 2**20:.0f} -> {np.median(late[:, 1]) / 2**20:.0f} MiB ({memory - 1:+.1%}); "
+          f"files {early[:, 2].max()} -> {late[:, 2].max()}; processes {seen[:, 3].max()}; compiles {steps[WARM]['compiles']:.0f} -> {steps[-1]['compiles']:.0f}; {verdicts}")
+    assert 0.95 <= memory <= 1.05
+    assert late[:, 2].max() <= early[:, 2].max() + 2 and seen[:, 3].max() <= 1 + 2 + 1  # a worker that is replaced may be seen beside the new one
+    assert steps[-1]["compiles"] == steps[WARM]["compiles"]
+    assert min(verdicts["errors"], verdicts["timeouts"], verdicts["crashes"]) > 0 and verdicts["unknown"] > 0
+    assert sum(r["replay/replayed_groups"] for r in steps) > 0 and len({r["mix/target/sums"] for r in steps}) > 5
+
+    when, kills, at = random.Random(0), 0, 0
+    while at + KILL_EVERY < STEPS:
+        process = start(path, killed, "killed")
+        at += KILL_EVERY + when.randrange(-8, 8)
+        watch(process, killed, "killed", at)
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + 30
+        while belongings("killed") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not belongings("killed"), "workers outlived the run"
+        at, kills = last(killed), kills + 1
+    process = start(path, killed, "killed")
+    out, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, (tmp_path / "killed.txt").read_text()[-3000:]
+    got = json.loads(out.splitlines()[-1])
+    print(f"{kills} kills, {time.monotonic() - began:.0f} s in all; weights {got['weights_sha256'][:12]}, expected {want['weights_sha256'][:12]}")
+    assert kills >= 4 and got["weights_sha256"] == want["weights_sha256"] and got["eval"] == want["eval"]
+    same = lambda run: [{k: v for k, v in r.items() if not k.startswith(("time/", "verify/", "tokens_per_second", "compiles"))} for r in records(run)]  # noqa: E731
+    assert same(killed) == same(whole), "every metric that is no clock and no counter of the process"
+    assert not belongings("killed") and not belongings("whole")
