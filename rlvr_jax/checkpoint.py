@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # What fails in orbax is raised here, and told in one line; its own words are traces and advice for each save.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname or record.levelno >= logging.CRITICAL)
+_SYSTEM = re.compile("No space left on device|Disk quota exceeded|Read-only file system|Permission denied|Input/output error|File too large")
 
 
 class SaveError(OSError):
@@ -166,11 +167,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of orbax in one line. Those of a run of several processes may mean a lost one, which the command tells by their text."""
+        """A disk's errors in one line, whatever orbax and tensorstore wrap them in; others, such as a lost process, pass."""
         try:
             yield
         except Exception as e:
-            if jax.process_count() > 1 and not isinstance(e, OSError):
+            if not isinstance(e, OSError) and not _SYSTEM.search(str(e)):
                 raise
             raise SaveError(f"a checkpoint in {self.folder} could not be written ({_line(e)}); {self.newest()}: mend the disk and start the same command again") from e
 
@@ -209,7 +210,7 @@ def _parts(state: Any) -> dict[str, Any]:
 
 def _line(e: Exception) -> str:
     """The system's reason if there is one, else the first line; tensorstore's are long."""
-    found = re.search(r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied|Input/output error|File too large", str(e))
+    found = _SYSTEM.search(str(e))
     return found[0] if found else f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 

@@ -46,7 +46,7 @@ def refuse_others(began: Mapping[str, Any], now: Mapping[str, Any], run_dir: str
     fresh = f"bring them back, or choose another run_dir than {run_dir}"
     for domain, sha in now["evaluation"].items():
         if began.get("evaluation", {}).get(domain, sha) != sha:
-            raise ConfigError(f"the evaluation rows of domain '{domain}' are not those this run began with, so its scores would not go on; {fresh}")
+            raise ConfigError(f"the evaluation rows of domain '{domain}' are not those this run began with, so its scores would not go on; {fresh} (if only this package has changed, remove {FILE} there)")
     for module in (m for m, sha in now["code"].items() if began.get("code", {}).get(m, sha) != sha):
         log.warning("the file of '%s' has changed since %s was begun; the run goes on with the new one", module, run_dir)
     if began.get("weights_sha256", now["weights_sha256"]) != now["weights_sha256"] is not None:

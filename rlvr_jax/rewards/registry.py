@@ -153,7 +153,7 @@ def as_verdict(result: Any) -> Verdict:
 
 
 def _usable(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and abs(x) <= MOST  # False for NaN too
+    return isinstance(x, numbers.Real) and abs(float(x)) <= MOST  # False for NaN too
 
 
 def _shown(x: Any) -> str:
