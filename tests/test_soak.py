@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from rlvr_jax.compare.runner import last_record
 from rlvr_jax.metrics import read_records
 
 STEPS, WARM, KILL_EVERY = 300, 60, 60
@@ -23,12 +24,12 @@ VERIFIER = """
 import os, zlib
 
 def judge(text, answer):
-    fate = zlib.crc32(f"{answer}|{text}".encode()) % 1000
-    if fate < 2:
+    fate = zlib.crc32(f"{answer}|{text}".encode()) % 2000
+    if fate < 1:
         while True: pass
-    if fate < 5:
+    if fate < 3:
         os._exit(3)
-    if fate < 15:
+    if fate < 20:
         raise KeyError(fate)
     return float(len(text) % 2)
 """
@@ -62,7 +63,7 @@ def records(run: Path) -> list[dict]:
 
 
 def last(run: Path) -> int:
-    return max((r["step"] for r in records(run)), default=0)
+    return int(last_record(run / "metrics.jsonl").get("step", 0))
 
 
 def belongings(token: str) -> list[int]:
@@ -85,14 +86,14 @@ def look(pid: int) -> tuple[int, int]:
 
 
 def watch(process: subprocess.Popen, run: Path, token: str, until: int) -> list[tuple[int, int, int, int]]:
-    """``(step, resident bytes, open files, processes)``, several times a second, until step ``until`` or the end."""
+    """``(step, resident bytes, open files, processes)`` every second, until step ``until`` or the end."""
     seen = []
     while process.poll() is None and (step := last(run)) < until:
         try:
             seen.append((step, *look(process.pid), len(belongings(token))))
         except OSError:
             break
-        time.sleep(0.3)
+        time.sleep(1)
     return seen
 
 
