@@ -68,8 +68,9 @@ def only_one(run_dir: str, writer: bool = True) -> Iterator[RunFolder]:
 
 
 @contextlib.contextmanager
-def held(path: Path, message: str, shared: bool = False) -> Iterator[None]:
-    """A lock that goes with the process, however it ends: the file stays, what is held is not the file.
+def held(path: Path, message: str, shared: bool = False) -> Iterator[int]:
+    """A lock that goes with the process, however it ends: the file stays, what is held is not the file. Gives its descriptor: a
+    process that inherits it holds the lock too.
 
     Args:
       shared: several may hold it so at once, and nobody alone meanwhile.
@@ -83,7 +84,7 @@ def held(path: Path, message: str, shared: bool = False) -> Iterator[None]:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(message) from None
-        yield
+        yield file.fileno()
 
 
 def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
-from rlvr_jax import cli, metrics
+from rlvr_jax import cli
 from rlvr_jax import config as C
 from rlvr_jax import train as loop
 from rlvr_jax.checkpoint import SaveError
@@ -160,17 +160,20 @@ def test_one_compare_a_folder_but_for_its_shards(tmp_path, capsys):
         pass
 
 
-def test_a_terminal_that_has_gone_costs_words_only():
-    from rich.console import Console
-
-    class Gone:
-        def write(self, text):
-            raise BrokenPipeError
-        flush = isatty = fileno = None
-
-    with metrics.Progress(2, console=Console(file=Gone()), seconds=0) as progress:  # type: ignore[arg-type]
-        progress.update(1, {"reward/mean": 0.5})
-        progress.log("urgent", urgent=True)
+@pytest.mark.parametrize("gone", ["reader", "terminal"])
+def test_words_that_nobody_can_read_stop_no_run(gone):
+    """stderr is a pipe whose reader has gone, or answers as a terminal does that was closed."""
+    code = ("import sys, errno; from rlvr_jax.metrics import Progress\n"
+            "class Closed:\n    def write(self, text): raise OSError(errno.EIO, 'Input/output error')\n    def flush(self): pass\n    def isatty(self): return True\n"
+            f"if {gone == 'terminal'}: sys.stderr = Closed()\n"
+            "else: sys.stdin.read()\n"
+            "with Progress(3, seconds=0) as progress:\n    for i in range(4): progress.update(i, {}); progress.log('urgent', urgent=True)\n"
+            "print('done')")
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stderr.close()
+    process.stdin.close()
+    out = process.stdout.read()
+    assert out == "done\n" and process.wait(60) == 0
 
 
 # --- disks ---

@@ -39,8 +39,8 @@ def run(spec: Spec, *, shard: str | None = None, train: bool = True, workers: in
     outcome = runner.Outcome({}, False)
     if train:
         mine = runner.share(spec, *runner.parse_shard(shard, len(spec.seeds))) if shard else spec.runs
-        with _alone(spec, shard):
-            outcome = runner.make(spec, mine, workers)
+        with _alone(spec, shard) as locks:
+            outcome = runner.make(spec, mine, workers, locks)
     found = collect(spec)
     found = found._replace(failed={**found.failed, **{r: why for r, why in outcome.failures.items() if r not in found.refused}})
     if found.table is None:
@@ -54,13 +54,14 @@ def run(spec: Spec, *, shard: str | None = None, train: bool = True, workers: in
 
 
 @contextlib.contextmanager
-def _alone(spec: Spec, shard: str | None) -> Iterator[None]:
+def _alone(spec: Spec, shard: str | None) -> Iterator[list[int]]:
     """Two commands would start each other's runs, and report as failed what the other one trains. Shards may share a folder."""
-    message = f"another compare trains in {spec.folder}; wait for it, or choose another --run-dir (--report-only may read it meanwhile)"
-    with held(spec.folder / ".lock", message, shared=shard is not None), contextlib.ExitStack() as stack:
+    message = f"another compare trains in {spec.folder}, or its runs are still being saved; wait for it, or choose another --run-dir (--report-only may read it)"
+    with contextlib.ExitStack() as stack:
+        locks = [stack.enter_context(held(spec.folder / ".lock", message, shared=shard is not None))]
         if shard:
-            stack.enter_context(held(spec.folder / f".lock-{shard.replace('/', '-of-')}", message))
-        yield
+            locks.append(stack.enter_context(held(spec.folder / f".lock-{shard.replace('/', '-of-')}", message)))
+        yield locks
 
 
 def problems(found: Found) -> list[str]:

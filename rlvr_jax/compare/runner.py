@@ -74,18 +74,19 @@ def finished(config: Config) -> bool:
         or summary["updated_tokens"] >= (limit.updated_tokens or float("inf")))
 
 
-def make(spec: Spec, runs: Sequence[Run], workers: int | None = None) -> Outcome:
+def make(spec: Spec, runs: Sequence[Run], workers: int | None = None, locks: Sequence[int] = ()) -> Outcome:
     """Trains ``runs``, in their order, as far as they are not finished.
 
     Args:
       workers: processes at once; default: what the comparison says.
+      locks: held by the workers too: while one still saves, its command is not over.
     """
-    return _Runner(spec, runs, workers or spec.workers).run()
+    return _Runner(spec, runs, workers or spec.workers, locks).run()
 
 
 class _Runner:
-    def __init__(self, spec: Spec, runs: Sequence[Run], workers: int | None):
-        self.spec, self.runs = spec, list(runs)
+    def __init__(self, spec: Spec, runs: Sequence[Run], workers: int | None, locks: Sequence[int]):
+        self.spec, self.runs, self.locks = spec, list(runs), locks
         self.waiting: list[Run] = []
         self.done: set[Run] = set()
         self.failures: dict[Run, str] = {}
@@ -150,7 +151,7 @@ class _Runner:
         starting = sum(w.backend is None for w in self.workers)
         while len(self.workers) < self.wanted and starting < len(self.waiting):
             number = min(set(range(self.most)) - {w.number for w in self.workers})
-            worker = Worker(number, self.cores[number], self.spec.folder / "log" / f"worker{number}.txt")
+            worker = Worker(number, self.cores[number], self.spec.folder / "log" / f"worker{number}.txt", self.locks)
             self.workers.append(worker)
             ready.register(worker, selectors.EVENT_READ)
             starting += 1

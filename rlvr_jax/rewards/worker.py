@@ -90,18 +90,19 @@ def _exactly(connection: socket.socket, n: int) -> bytes | None:
     return b"".join(parts)
 
 
-def die_with(parent: int) -> None:
-    """No orphan: the kernel's death signal on Linux, and a watching thread elsewhere."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """No orphan: the kernel sends ``number`` when the parent ends, however it ends; where it does not (macOS), a watching thread."""
     if sys.platform == "linux":
         import ctypes
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)
+        if sys.platform != "linux":
+            os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
 
