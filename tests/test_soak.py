@@ -31,7 +31,7 @@ def judge(text, answer):
         os._exit(3)
     if fate < 20:
         raise KeyError(fate)
-    return float(len(text) % 2)
+    return float(len(text) % 8 == 3)
 """
 
 
