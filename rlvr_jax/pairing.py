@@ -49,7 +49,7 @@ def refuse_others(began: Mapping[str, Any], now: Mapping[str, Any], run_dir: str
             raise ConfigError(f"the evaluation rows of domain '{domain}' are not those this run began with, so its scores would not go on; {fresh} (if only this package has changed, remove {FILE} there)")
     for module in (m for m, sha in now["code"].items() if began.get("code", {}).get(m, sha) != sha):
         log.warning("the file of '%s' has changed since %s was begun; the run goes on with the new one", module, run_dir)
-    if began.get("weights_sha256", now["weights_sha256"]) != now["weights_sha256"] is not None:
+    if now["weights_sha256"] is not None and began.get("weights_sha256", now["weights_sha256"]) != now["weights_sha256"]:
         raise ConfigError(f"the weights at model.path are not those this run began with, and its KL is to them; {fresh}")
 
 

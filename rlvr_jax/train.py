@@ -256,7 +256,7 @@ class _Loop:
         why, limit = nothing_learned(values, self.config.train.updates_per_batch), self.config.train.barren_steps
         record.barren = record.barren + 1 if why else 0
         if record.barren == 1:
-            progress.log(f"step {step}: {why}; nothing was learned from it", urgent=True)
+            progress.log(f"step {step}: {why}; nothing was learned from it")
         if record.barren >= limit:
             raise NothingLearned(f"the last {limit} steps, up to {step}, taught nothing: {why}; look at rewards, strategies and optimizer.learning_rate "
                                  f"(train.barren_steps={limit} decides how many are borne); {self.checkpoints.newest()}")
