@@ -161,7 +161,9 @@ class Collector:
         if of.signal is not None:
             seen = {"reward": reward, "valid": valid}
             if self.config.algorithm.advantage != "gae":  # a critic's advantages come later, in the update; mixers that read them are refused
-                seen["advantage"] = np.asarray(_advantages(self.config.algorithm.advantage, reward, valid))
+                P = self.config.train.prompts_per_step  # by batches: their number differs from step to step, and a size is a program
+                seen["advantage"] = np.concatenate([_advantages(self.config.algorithm.advantage, reward[i:i + P], valid[i:i + P])
+                                                    for i in range(0, len(reward), P)])
             for d in np.unique(domain):
                 here = domain == d
                 mixer = of.observe(mixer, int(d), {name: x[here] for name, x in seen.items()} | {"step": step})

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,46 +98,52 @@ def watch(process: subprocess.Popen, run: Path, token: str, until: int) -> list[
     return seen
 
 
+def undisturbed(path: Path, run: Path) -> tuple[dict, np.ndarray]:
+    """The run's summary, and what :func:`watch` saw."""
+    process = start(path, run, run.name)
+    seen = watch(process, run, run.name, STEPS)
+    out, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, (path.parent / f"{run.name}.txt").read_text()[-3000:]
+    return json.loads(out.splitlines()[-1]), np.array(seen)
+
+
+def interrupted(path: Path, run: Path) -> tuple[dict, int]:
+    """The summary of the same run, killed about every 60 steps, and how often it was."""
+    when, kills, at = random.Random(0), 0, 0
+    while at + KILL_EVERY < STEPS:
+        process = start(path, run, run.name)
+        watch(process, run, run.name, at + KILL_EVERY + when.randrange(-8, 8))
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + 60
+        while belongings(run.name) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not belongings(run.name), "workers outlived the run"
+        at, kills = last(run), kills + 1
+    return undisturbed(path, run)[0], kills
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_300_steps_with_everything_on(tmp_path, tiny_model):
     path, began = config(tmp_path, tiny_model), time.monotonic()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(path, whole, "whole")
-    seen = np.array(watch(process, whole, "whole", STEPS))
-    out, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, (tmp_path / "whole.txt").read_text()[-3000:]
-    want = json.loads(out.splitlines()[-1])
+    with ThreadPoolExecutor() as both:
+        runs = both.submit(undisturbed, path, whole), both.submit(interrupted, path, killed)
+        (want, seen), (got, kills) = (run.result() for run in runs)
     early, late = (seen[(seen[:, 0] >= a) & (seen[:, 0] < b)] for a, b in ((WARM, 2 * WARM), (STEPS - WARM, STEPS)))
-    memory = np.median(late[:, 1]) / np.median(early[:, 1])
+    first, then = np.median(early[:, 1:3], 0), np.median(late[:, 1:3], 0)  # of bytes and files
     steps = records(whole)
     verdicts = {k: steps[-1][f"verify/{k}"] for k in ("verified", "unknown", "errors", "timeouts", "crashes", "replaced")}
-    print(f"\nundisturbed: {time.monotonic() - began:.0f} s; memory {np.median(early[:, 1]) / 2**20:.0f} -> {np.median(late[:, 1]) / 2**20:.0f} MiB ({memory - 1:+.1%}); "
-          f"files {early[:, 2].max()} -> {late[:, 2].max()}; processes {seen[:, 3].max()}; compiles {steps[WARM]['compiles']:.0f} -> {steps[-1]['compiles']:.0f}; {verdicts}")
-    assert 0.95 <= memory <= 1.05
-    assert late[:, 2].max() <= early[:, 2].max() + 2 and seen[:, 3].max() <= 1 + 2 + 1  # a worker that is replaced may be seen beside the new one
-    assert steps[-1]["compiles"] == steps[WARM]["compiles"]
-    assert min(verdicts["errors"], verdicts["timeouts"], verdicts["crashes"]) > 0 and verdicts["unknown"] > 0
-    assert sum(r["replay/replayed_groups"] for r in steps) > 0 and len({r["mix/target/sums"] for r in steps}) > 5
-
-    when, kills, at = random.Random(0), 0, 0
-    while at + KILL_EVERY < STEPS:
-        process = start(path, killed, "killed")
-        at += KILL_EVERY + when.randrange(-8, 8)
-        watch(process, killed, "killed", at)
-        process.kill()
-        process.communicate()
-        deadline = time.monotonic() + 30
-        while belongings("killed") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not belongings("killed"), "workers outlived the run"
-        at, kills = last(killed), kills + 1
-    process = start(path, killed, "killed")
-    out, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, (tmp_path / "killed.txt").read_text()[-3000:]
-    got = json.loads(out.splitlines()[-1])
-    print(f"{kills} kills, {time.monotonic() - began:.0f} s in all; weights {got['weights_sha256'][:12]}, expected {want['weights_sha256'][:12]}")
+    replayed = sum(r["replay/replayed_groups"] for r in steps)
+    print(f"\n{time.monotonic() - began:.0f} s, {kills} kills; memory {first[0] / 2**20:.0f} -> {then[0] / 2**20:.0f} MiB ({then[0] / first[0] - 1:+.1%}); open files "
+          f"{first[1]:.0f} -> {then[1]:.0f} (most {seen[:, 2].max()}, while saving); processes at most {seen[:, 3].max()}; compiles {steps[WARM]['compiles']:.0f} -> "
+          f"{steps[-1]['compiles']:.0f}; {replayed:.0f} groups replayed; {verdicts}; weights {got['weights_sha256'][:12]}, expected {want['weights_sha256'][:12]}")
     assert kills >= 4 and got["weights_sha256"] == want["weights_sha256"] and got["eval"] == want["eval"]
     same = lambda run: [{k: v for k, v in r.items() if not k.startswith(("time/", "verify/", "tokens_per_second", "compiles"))} for r in records(run)]  # noqa: E731
     assert same(killed) == same(whole), "every metric that is no clock and no counter of the process"
+    assert 0.95 <= then[0] / first[0] <= 1.05
+    assert then[1] <= first[1] + 1 and seen[:, 3].max() <= 1 + 2 + 1  # a worker that is replaced may be seen beside the new one
+    assert steps[-1]["compiles"] == steps[WARM]["compiles"]
+    assert min(verdicts["errors"], verdicts["timeouts"], verdicts["crashes"], replayed) > 0 and len({r["mix/target/sums"] for r in steps}) > 5
     assert not belongings("killed") and not belongings("whole")
