@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlvr_jax.parts import Parts
 
 log = logging.getLogger(__name__)
+ALONE_SECONDS = 10 * 365 * 86_400
 # What fails in orbax is raised here, and told in one line; its own words are traces and advice for each save.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname or record.levelno >= logging.CRITICAL)
 _SYSTEM = re.compile("No space left on device|Disk quota exceeded|Read-only file system|Permission denied|Input/output error|File too large")
@@ -47,7 +48,11 @@ class Checkpoints:
     def __init__(self, run_dir: str | Path, max_to_keep: int, read_only: bool = False):
         self.folder = epath.Path(run_dir if is_remote(run_dir) else Path(run_dir).absolute()) / "checkpoints"
         best = keep.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
+        # Its limits look at the wall clock, which a time server or a resumed machine may set forward by hours in the middle of a save.
+        # Of several processes they are the way out when one is lost; alone, train.step_limit_seconds is.
+        limits = {"async_options": ocp.AsyncOptions(timeout_secs=ALONE_SECONDS)} if jax.process_count() == 1 else {}
         options = ocp.CheckpointManagerOptions(
+            **limits,
             best_fn=_accuracy,  # without it metrics are not written, and the best is forgotten at the next start
             preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(max_to_keep), best]),
             cleanup_tmp_directories=not read_only, enable_async_checkpointing=not read_only, read_only=read_only, create=not read_only)
@@ -171,7 +176,8 @@ class Checkpoints:
         try:
             yield
         except Exception as e:
-            if not isinstance(e, OSError) and not _SYSTEM.search(str(e)):
+            disk = isinstance(e, OSError) and not isinstance(e, TimeoutError | ConnectionError)
+            if not disk and not _SYSTEM.search(str(e)):
                 raise
             raise SaveError(f"a checkpoint in {self.folder} could not be written ({_line(e)}); {self.newest()}: mend the disk and start the same command again") from e
 

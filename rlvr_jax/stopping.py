@@ -63,5 +63,5 @@ def nothing_learned(values: Mapping[str, Any], updates: int) -> str | None:
     if values["rollout/nonfinite"] == 1:
         return "the model's logits are not finite"
     if (broken := values["update/skipped_nonfinite"]) and broken + values["update/skipped_empty"] >= updates:
-        return "the gradient is not finite"
+        return "the gradient, or a strategy's weight, is not finite"
     return None
