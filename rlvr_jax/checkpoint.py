@@ -50,7 +50,7 @@ class Checkpoints:
         best = keep.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         # Its limits look at the wall clock, which a time server or a resumed machine may set forward by hours in the middle of a save.
         # Of several processes they are the way out when one is lost; alone, train.step_limit_seconds is.
-        limits = {"async_options": ocp.AsyncOptions(timeout_secs=ALONE_SECONDS)} if jax.process_count() == 1 else {}
+        limits = {"async_options": ocp.AsyncOptions(timeout_secs=ALONE_SECONDS, create_directories_asynchronously=False)} if jax.process_count() == 1 else {}
         options = ocp.CheckpointManagerOptions(
             **limits,
             best_fn=_accuracy,  # without it metrics are not written, and the best is forgotten at the next start
