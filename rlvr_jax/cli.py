@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> None:
     """The installed command. One of several processes that fails must not wait, in jax's exit handlers, for the others."""
     code = 1
+    if sys.argv[1:2] in (["train"], ["compare"]):
+        # Until there is something to save, Ctrl-C is the system's: raised inside the imports of others, an exception may be swallowed.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main()
     except SystemExit as e:  # argparse

@@ -94,7 +94,7 @@ class Collector:
         rows, data = self._draw(host, data, proportions, step, 0)
         # The next prompts were drawn while the device still updated; from here on its time is the rollout's.
         jax.block_until_ready(params)
-        began, seconds = time.monotonic(), {"rollout": 0.0, "verify": 0.0}
+        began, seconds, nonfinite = time.monotonic(), {"rollout": 0.0, "verify": 0.0}, self.engine.nonfinite_rows
         self.engine.update_weights(params, step)
         everything = now = self._generate(rows, step, [], seconds)
         batch, ids = self._judged(now)
@@ -114,6 +114,7 @@ class Collector:
         host, mixer = self._learn(host, mixer, everything, step)
         values = observe.rollout_metrics(everything.rollout, everything.reward, everything.correct, everything.valid, names)
         values |= observe.mix_metrics(everything.rows, proportions, signal, names) | prompts.metrics(host.get("prompts", {})) | extra
+        values["rollout/nonfinite"] = (self.engine.nonfinite_rows - nonfinite) / len(everything.texts)
         values |= metric.means(overlong.metrics(self.config, everything.valid, everything.rollout.response_length))
         if self.replay is not None:
             score = {"score": lambda *rows: self._score(params, *rows)} if self.replay.needs_score else {}
@@ -160,7 +161,9 @@ class Collector:
         if of.signal is not None:
             seen = {"reward": reward, "valid": valid}
             if self.config.algorithm.advantage != "gae":  # a critic's advantages come later, in the update; mixers that read them are refused
-                seen["advantage"] = np.asarray(_advantages(self.config.algorithm.advantage, reward, valid))
+                P = self.config.train.prompts_per_step  # by batches: their number differs from step to step, and a size is a program
+                seen["advantage"] = np.concatenate([_advantages(self.config.algorithm.advantage, reward[i:i + P], valid[i:i + P])
+                                                    for i in range(0, len(reward), P)])
             for d in np.unique(domain):
                 here = domain == d
                 mixer = of.observe(mixer, int(d), {name: x[here] for name, x in seen.items()} | {"step": step})

@@ -144,7 +144,7 @@ class Data(Strict):
     prompts: Prompts = Prompts()
     max_prompt_length: int = pydantic.Field(128, gt=0)
     overlong_prompt: Literal["drop", "truncate"] = "drop"
-    """drop: skipped with a counter; truncate: tokens are cut from the left."""
+    """drop: skipped with a counter; truncate: tokens are cut from the left, up to 256 characters per token of the limit."""
     exhausted: Literal["repeat", "hand_over"] = "repeat"
     """A file that was read to its end: repeat (in a new order), or hand its share of the prompts to the other domains."""
     broken_row: Literal["skip", "refuse"] = "skip"
@@ -331,6 +331,8 @@ class Train(Strict):
     packing: bool = True
     """Lay short rows end to end, so that padding is not computed; false: one row per sequence, for comparison."""
     save_every: int = pydantic.Field(50, ge=1)
+    save_seconds: float = pydantic.Field(300.0, gt=0)
+    """Save, too, after the first step that ends so long after the last save: what a kill costs is at most that and the running step."""
     eval_every: int = pydantic.Field(50, ge=1)
     max_to_keep: int = pydantic.Field(2, ge=1)
     """Newest checkpoints kept; the best one by evaluation is kept beside them."""
@@ -343,6 +345,8 @@ class Train(Strict):
     step_limit_seconds: float | None = pydantic.Field(None, gt=0)
     """A start, step, evaluation or save that takes longer ends the process with exit code 69 and all stacks: a stuck host must not
     hold a pod. The first of each compiles: leave it minutes. null = off."""
+    barren_steps: int = pydantic.Field(10, ge=1)
+    """So many steps in a row with no finite gradient, or without one verdict, end the run; fewer are passed over, told and counted."""
     samples_every: int = pydantic.Field(10, ge=1)
     """Steps between sample texts written to samples.jsonl."""
 

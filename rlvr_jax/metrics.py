@@ -171,10 +171,8 @@ class Progress:
 
     def __init__(self, total: int, start: int = 0, description: str = "train", fields: Fields = TRAIN_FIELDS,
                  seconds: float = 10.0, console: Any = None, enabled: bool = True):
-        from rich.console import Console
-
         self.total, self.step, self.description, self.fields, self.seconds = total, start, description, fields, seconds
-        self.console = console or Console(stderr=True)
+        self.console = console or _console()
         self.enabled = enabled
         self._bar: Any = None
         self._values: dict[str, Any] = {}
@@ -191,12 +189,14 @@ class Progress:
                 progress.TextColumn("{task.fields[shown]}"), progress.TimeElapsedColumn(),
                 progress.TextColumn("ETA {task.fields[eta]}"), console=self.console)
             self._task = self._bar.add_task(self.description, total=self.total, completed=self.step, shown="", eta="-")
-            self._bar.start()
+            with contextlib.suppress(OSError):
+                self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
         """Shows that ``step`` is done. Values absent now (metrics come a step late) keep their last display."""
@@ -208,7 +208,8 @@ class Progress:
             self._times.popleft()  # the first interval holds the compilation
             self._warm = True
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, shown=self.shown(), eta=self.eta())
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=step, shown=self.shown(), eta=self.eta())
         elif step >= self.total or now - self._last_line >= self.seconds:
             self._last_line = now
             self.log("  ".join(filter(None, (f"{self.description} {step}/{self.total}", self.shown(), f"ETA {self.eta()}"))))
@@ -216,7 +217,8 @@ class Progress:
     def log(self, text: str, urgent: bool = False) -> None:
         """A line of text above the bar."""
         if self.enabled or urgent:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with contextlib.suppress(OSError):  # a terminal or pipe that has gone costs words, not the run
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def shown(self) -> str:
         numbers = {name: float(self._values.get(name, math.nan)) for _, name, _ in self.fields}
@@ -230,6 +232,16 @@ class Progress:
             return "-"
         left = round((self.total - step1) * (t1 - t0) / (step1 - step0))
         return f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:  # rich's own ends the process: a reader that has gone (``| head``) would take the run along
+            self.quiet = True
+
+    return Quiet(stderr=True)
 
 
 def _number(value: Any) -> int | float:

@@ -7,19 +7,22 @@ comparison reads both. No jax in here.
 import hashlib
 import importlib.machinery
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlvr_jax.config import Config
+from rlvr_jax.config import Config, ConfigError
 from rlvr_jax.records import read_records
+
+log = logging.getLogger(__name__)
 
 FILE = "pairing.json"
 
 
-def identity(config: Config, weights_sha256: str, evaluation: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def identity(config: Config, weights_sha256: str | None, evaluation: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """The content of ``pairing.json``: what the run starts from and is measured by.
 
     Args:
@@ -28,6 +31,26 @@ def identity(config: Config, weights_sha256: str, evaluation: Mapping[str, Seque
     """
     return {"seed": config.seed, "weights_sha256": weights_sha256, "chooses_prompts": chooses_prompts(config), "code": code(config),
             "evaluation": {name: _evaluation(config, name, rows) for name, rows in evaluation.items()}}
+
+
+def refuse_others(began: Mapping[str, Any], now: Mapping[str, Any], run_dir: str) -> None:
+    """Holds a continued run to what it began with, beside its config: the same questions, answers and weights at the same paths.
+
+    Args:
+      began, now: :func:`identity`, the second without weights where nothing but the checkpoint is used of them; a part that the first
+        lacks, for it is older than this check, is not held to anything.
+
+    Raises:
+      ConfigError: evaluation or the weights at ``model.path`` are others.
+    """
+    fresh = f"bring them back, or choose another run_dir than {run_dir}"
+    for domain, sha in now["evaluation"].items():
+        if began.get("evaluation", {}).get(domain, sha) != sha:
+            raise ConfigError(f"the evaluation rows of domain '{domain}' are not those this run began with, so its scores would not go on; {fresh} (if only this package has changed, remove {FILE} there)")
+    for module in (m for m, sha in now["code"].items() if began.get("code", {}).get(m, sha) != sha):
+        log.warning("the file of '%s' has changed since %s was begun; the run goes on with the new one", module, run_dir)
+    if now["weights_sha256"] is not None and began.get("weights_sha256", now["weights_sha256"]) != now["weights_sha256"]:
+        raise ConfigError(f"the weights at model.path are not those this run began with, and its KL is to them; {fresh}")
 
 
 def chooses_prompts(config: Config) -> bool:

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 # Fields that may change between a run and its continuation; any other change would make it another experiment. The machine's
 # (mesh, slots, micro-batch, remat) change rounding only: on the same ones a continued run is the same bit for bit.
-MAY_CHANGE = ("pool", "eval.batch_prompts", "run_dir", "mesh", "rollout.slots", "train.micro_batch", "model.remat", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
-              "train.max_seconds", "train.samples_every", "train.step_limit_seconds", "train.generated_tokens", "train.updated_tokens")
+MAY_CHANGE = ("pool", "data.root", "eval.batch_prompts", "run_dir", "mesh", "rollout.slots", "train.micro_batch", "model.remat", "train.steps", "train.save_every", "train.eval_every", "train.max_to_keep",
+              "train.max_seconds", "train.samples_every", "train.step_limit_seconds", "train.save_seconds", "train.barren_steps", "train.generated_tokens", "train.updated_tokens")
 
 
 class RunFolder:
@@ -61,19 +61,38 @@ def only_one(run_dir: str, writer: bool = True) -> Iterator[RunFolder]:
     if not writer:
         yield folder
         return
-    folder.local.mkdir(parents=True, exist_ok=True)
-    with (folder.local / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process trains in {run_dir}; wait for it, or choose another run_dir") from None
+    with held(folder.local / ".lock", f"another process trains in {run_dir}; wait for it, or choose another run_dir"):
         folder.pull()
         yield folder
         folder.push()
 
 
+@contextlib.contextmanager
+def held(path: Path, message: str, shared: bool = False) -> Iterator[int]:
+    """A lock that goes with the process, however it ends: the file stays, what is held is not the file. Gives its descriptor: a
+    process that inherits it holds the lock too.
+
+    Args:
+      shared: several may hold it so at once, and nobody alone meanwhile.
+
+    Raises:
+      ConfigError: ``message``, when another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(message) from None
+        yield file.fileno()
+
+
 def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
     """A run folder goes on with the config it began with. A field that did not exist then had its default's meaning.
+
+    ``MAY_CHANGE`` may: machine, cadence, budgets; ``train.steps`` while the learning rate does not follow it. What the config names is
+    held to what it was by its content: training data by the fingerprint in the checkpoint, evaluation, reference model and user
+    code by :func:`rlvr_jax.pairing.refuse_others`.
 
     Raises:
       ConfigError: names the fields that differ and may not.
@@ -82,6 +101,9 @@ def refuse_changes(saved: Mapping[str, Any], config: Config) -> None:
         saved = validate(saved).model_dump(mode="json")
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and not k.startswith((*MAY_CHANGE, "sft.")))
+    if config.optimizer.schedule != "constant" and old.get("train.steps") != config.train.steps:
+        raise ConfigError(f"{config.run_dir} was begun with train.steps={old.get('train.steps')}, now {config.train.steps}, and its learning rate follows them"
+                          f" (optimizer.schedule: {config.optimizer.schedule}); restore it, or choose another run_dir")
     if changed:
         k = changed[0]
         raise ConfigError(f"{config.run_dir} was begun with {k}={old.get(k)!r}, now {new.get(k)!r}"

@@ -4,6 +4,7 @@ Killed at any instant and started again with the same command, a run goes on to 
 same mesh and backend: everything that decides is in the checkpoint or a function of (seed, step).
 """
 
+import contextlib
 import copy
 import json
 import logging
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 
 from rlvr_jax import config as configs
-from rlvr_jax import distributed, pairing, report
+from rlvr_jax import distributed, page, pairing, report
 from rlvr_jax import metrics as metric
 from rlvr_jax import parts as part
 from rlvr_jax import step_metrics as observe
@@ -34,6 +35,7 @@ from rlvr_jax.evaluate import evaluate
 from rlvr_jax.records import write_json
 from rlvr_jax.run_folder import RunFolder, only_one, refuse_changes
 from rlvr_jax.state import abstract_state, init_state, policy_optimizer, weights_sha256
+from rlvr_jax.stopping import NothingLearned, Stop, nothing_learned
 from rlvr_jax.strategies.mix import build_mixer
 from rlvr_jax.types import TrainState
 from rlvr_jax.update import make_update
@@ -53,6 +55,8 @@ class Record:
     updated_tokens: int = 0
     seconds: float = 0.0
     resumed_from_step: int = 0
+    barren: int = 0
+    """Steps in a row, up to this one, that taught nothing because something is broken."""
 
 
 def train(config: Config | Mapping[str, Any] | str | Path, *, rewards: Sequence[Any] | None = None, strategies: Sequence[Any] | None = None,
@@ -108,34 +112,29 @@ class _Loop:
         self.collector = Collector(parts, entropy=self.strategy.needs_entropy)
         self.eval_engine = parts.eval_engine()
         self.checkpoints = Checkpoints(config.run_dir or "runs/default", config.train.max_to_keep)
-        self.stop_signal: int | None = None
+        self.stop = Stop()
         self.told: set[str] = set()
+        self.saved = time.monotonic()
         self.clock: list[float] = []  # of the last step: device free, update begins, device free again
 
     def __enter__(self) -> "_Loop":
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)} if _in_main_thread() else {}
+        self.stop.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for s, handler in self._handlers.items():
-            signal.signal(s, handler)
-        self.checkpoints.close()
+        self.stop.__exit__(*error)
         self.compiles.close()
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self.stop_signal is not None:  # a second Ctrl-C does not wait for the step
-            raise KeyboardInterrupt
-        self.stop_signal = number
-        print(f"\n{signal.Signals(number).name}: finishing this step and saving; the same command goes on from there", file=sys.stderr)
+        with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():  # it would hide the first error behind its own
+            self.checkpoints.close()
 
     def run(self) -> dict[str, Any]:
         config, started = self.config, time.monotonic()
-        state, host, record = self._start()
-        base = record.seconds
         ref_params = self.parts.params() if config.algorithm.kl_coef else None
+        state, host, record = self._start(ref_params)
+        base = record.seconds
         writer = metric.Writer(self.run_dir, record.step if record.resumed_from_step else None, enabled=self.first)
         pending: tuple[int, dict[str, Any]] | None = None
-        stop = self._stop(started)
+        stop, _ = self._stop(started)
         with writer, metric.Progress(config.train.steps, record.step, enabled=self.first) as progress:
             for warning in self.parts.dataset.warnings:
                 progress.log(f"data: {warning}")
@@ -145,6 +144,7 @@ class _Loop:
                 self.watchdog.feed(f"step {record.step + 1}")
                 state, host, values = self._step(state, host, record, ref_params, writer, progress)
                 self._tell_unknown(progress, "train", record.step)
+                self.checkpoints.check()
                 if pending:  # one step late, so that the device never waits for the host
                     self._write(writer, progress, record, *pending)
                 pending = (record.step, values)
@@ -152,8 +152,8 @@ class _Loop:
                 last = self._at_end(record, values["sums"])
                 if config.eval.prompts_per_domain and (last or record.step % config.train.eval_every == 0):
                     values |= self._evaluate(state.params, record, progress)
-                stop = self._stop(started)
-                if last or stop or self._save_due(record):
+                stop, late = self._stop(started)
+                if last or stop or late or self._save_due(record):
                     self._write(writer, progress, record, *pending)
                     pending = None
                     self._save(state, host, record)
@@ -177,17 +177,19 @@ class _Loop:
         more = 0 if unwritten is None else int(metric.means({"n": jax.device_get(unwritten["tokens/updated"])})["n"])
         return record.updated_tokens + more >= limit.updated_tokens
 
-    def _stop(self, started: float) -> bool:
-        """Whether any process got a signal or is out of time; all processes get the same answer, so they stop after the same step."""
-        limit = self.config.train.max_seconds
-        out_of_time = limit is not None and time.monotonic() - started > limit
-        number = distributed.largest(self.stop_signal or int(out_of_time))
-        if number > 1:  # no signal that is handled has the number 1
-            self.stop_signal = number
-        return number > 0
+    def _stop(self, started: float) -> tuple[bool, bool]:
+        """Whether any process got a signal or is out of time, and whether the last save is too long ago for any of them; all
+        processes get the same answers, so they stop, and save, after the same step."""
+        limit, now = self.config.train, time.monotonic()
+        out_of_time = limit.max_seconds is not None and now - started > limit.max_seconds
+        late = now - self.saved > limit.save_seconds
+        number = distributed.largest(2 + self.stop.signal if self.stop.signal else 2 if out_of_time else int(late))
+        if number > 2:
+            self.stop.signal = number - 2
+        return number > 1, number > 0
 
-    def _start(self) -> tuple[TrainState, dict[str, Any], Record]:
-        """Fresh state, or the newest checkpoint's."""
+    def _start(self, ref_params: Any) -> tuple[TrainState, dict[str, Any], Record]:
+        """Fresh state, or the newest checkpoint's. ``ref_params``: of the reference model, if the run has one."""
         parts, config = self.parts, self.config
         distributed.require_equal({"the config": config, "the versions": metric.versions(), "the data": parts.dataset.fingerprint})
         host = self.collector.init()
@@ -195,6 +197,9 @@ class _Loop:
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
+            now = pairing.identity(config, None if ref_params is None else weights_sha256(ref_params), parts.dataset.eval)
+            if self.first:
+                pairing.refuse_others(page.read_json(self.run_dir / pairing.FILE), now, str(config.run_dir))
             restored = self.checkpoints.restore(abstract, host)
             assert restored is not None  # its record has just been read
             state, host, got = restored
@@ -202,6 +207,7 @@ class _Loop:
             record.data = parts.dataset.train.restore(record.data)
             record.resumed_from_step = record.step
             distributed.require_equal({"the checkpoint that can be read": record.step})
+            self.checkpoints.set_aside()
             log.info("resumed %s at step %d", config.run_dir, record.step)
             return state, host, record
         if self.first:
@@ -245,6 +251,17 @@ class _Loop:
                    "tokens/generated_total": record.generated_tokens, "tokens/updated_total": record.updated_tokens, "compiles": self.compiles.count}
         writer.write(step, values)
         progress.update(step, values)
+        self._refuse_barren(progress, record, step, values)
+
+    def _refuse_barren(self, progress: metric.Progress, record: Record, step: int, values: Mapping[str, Any]) -> None:
+        """One step that is spoilt is passed over and told; a run that would go on so all night ends."""
+        why, limit = nothing_learned(values, self.config.train.updates_per_batch), self.config.train.barren_steps
+        record.barren = record.barren + 1 if why else 0
+        if record.barren == 1:
+            progress.log(f"step {step}: {why}; nothing was learned from it")
+        if record.barren >= limit:
+            raise NothingLearned(f"the last {limit} steps, up to {step}, taught nothing: {why}; look at rewards, strategies and optimizer.learning_rate "
+                                 f"(train.barren_steps={limit} decides how many are borne); {self.checkpoints.newest()}")
 
     def _evaluate(self, params: Any, record: Record, progress: metric.Progress) -> dict[str, float]:
         """Scores the held-out prompts; accuracy goes into the record, all of it is returned as metrics."""
@@ -277,6 +294,7 @@ class _Loop:
         # A copy: the save goes on in the background while the next step changes the record.
         saved = {"record": copy.deepcopy(record.__dict__), "config": self.config.model_dump(mode="json")}
         self.checkpoints.save(record.step, state, host, saved, None if not scores else float(np.mean(list(scores.values()))))
+        self.saved = time.monotonic()
 
     def _summary(self, state: TrainState, record: Record) -> dict[str, Any]:
         steps = sorted(map(int, record.eval))
@@ -285,22 +303,16 @@ class _Loop:
             "eval": {"before": record.eval[str(steps[0])] if steps else {}, "after": record.eval[str(steps[-1])] if steps else {}},
             "steps": record.step, "finished": finished, "seconds": round(record.seconds, 3), "generated_tokens": record.generated_tokens,
             "updated_tokens": record.updated_tokens, "compiles": self.compiles.count, "resumed_from_step": record.resumed_from_step,
-            "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
+            "stopped_by": None if self.stop.signal is None else signal.Signals(self.stop.signal).name,
             "weights_sha256": weights_sha256(state.params)}
 
 
 def compiled_in(config: Config) -> str:
     """All of a config that may be part of its compiled update; the seed is not, nor how long the run lasts at a constant rate."""
-    host = {"save_every", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens", "step_limit_seconds"}
+    host = {"save_every", "save_seconds", "barren_steps", "eval_every", "max_to_keep", "max_seconds", "samples_every", "generated_tokens", "updated_tokens", "step_limit_seconds"}
     train = host | ({"steps"} if config.optimizer.schedule == "constant" else set())
     tree = config.model_dump(mode="json", exclude={"train": train} | dict.fromkeys(("seed", "run_dir", "data", "rewards", "pool", "eval", "sft"), True))
     return json.dumps([tree, config.data.trained, config.data.max_prompt_length])
-
-
-def _in_main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()
 
 
 class _Callable(types.ModuleType):

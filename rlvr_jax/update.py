@@ -32,8 +32,8 @@ def make_update(model: DecoderConfig, config: Config, strategy: Any, optimizer: 
 
     ``batch`` is an :class:`UpdateBatch` of B = N * G rows; the key orders groups into mini-batches when there are
     several updates per batch. ``ref_params`` is needed exactly when ``algorithm.kl_coef > 0``. Metrics are
-    ``{name: (sum, count)}``. The state is donated. A batch in which nothing is kept, or a gradient that is not
-    finite, leaves parameters and optimizer untouched and is counted. With advantage 'gae' the state has a critic
+    ``{name: (sum, count)}``. The state is donated. A batch in which nothing is kept, or a gradient or strategy's weight that
+    is not finite, leaves parameters and optimizer untouched and is counted. With advantage 'gae' the state has a critic
     (:mod:`rlvr_jax.critic`); it learns from every answered row, and alone for its warm-up's steps.
     """
     critic = make_critic(config, model)
@@ -72,6 +72,7 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
                                               config.data.trained, ref_logprob, value)
     if needs_old and old is None:
         old = score(state.params, plan.mask & plan.live[:, None])
+    sound = jnp.all(jnp.isfinite(jnp.where(plan.mask, plan.weight, 0)))  # a strategy that fails drops no rows: it spoils the step
     teaches = plan.live & jnp.any(plan.weight > 0, 1)  # the policy; other live rows are the critic's
     learns = True if critic is None else state.step >= critic.settings.warmup_steps
 
@@ -82,14 +83,14 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
         rows = jnp.repeat(place == u, G)
         grads, value_grads, stats = gradients(params, batch, plan, rows, old, ref_params, model, config, None if critic is None else of_critic["head"])
         any_live, norm = jnp.any(teaches & rows), optax.tree.norm(grads)
-        finite = jnp.isfinite(norm if critic is None else norm + optax.tree.norm(value_grads))
+        finite = sound & jnp.isfinite(norm if critic is None else norm + optax.tree.norm(value_grads))
         if critic is not None:
             of_critic = critic.step(of_critic, value_grads, finite & jnp.any(plan.live & rows))
         ok = any_live & finite & learns
         updates, new_opt = optimizer.update(grads, opt_state, params)
         keep = lambda new, prev: jnp.where(ok, new, prev)  # noqa: E731
         params, opt_state = jax.tree.map(keep, (optax.apply_updates(params, updates), new_opt), (params, opt_state))
-        empty, broken = jnp.float32(~any_live), jnp.float32(any_live & ~finite)
+        empty, broken = jnp.float32(~any_live & sound), jnp.float32(any_live & ~finite | ~sound)
         stats["update/grad_norm"] = (jnp.where(ok, norm, 0.0), jnp.float32(ok))
         return (params, opt_state, of_critic, (skipped[0] + empty, skipped[1] + broken)), stats
 

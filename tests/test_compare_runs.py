@@ -194,7 +194,7 @@ class Inline:
 
     programs: dict = {}  # noqa: RUF012
 
-    def __init__(self, number, cores, log):
+    def __init__(self, number, cores, log, locks=()):
         self.number, self.log, self.task, self.backend = number, log, None, None
         self.read, self.write = os.pipe()
         self.say(backend="gpu")  # one worker only
@@ -361,9 +361,10 @@ def processes_of(folder: Path) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_anywhere_the_next_start_yields_the_same_table(inline, tmp_path, tmp_path_factory):
-    """SIGKILL of the command while a run trains: its worker dies with it, and the same command ends in the same table."""
+    """SIGKILL of the command while a run trains: its worker ends with it and saves, so that not a step is lost, and the same command ends
+    in the same table."""
     path = tmp_path / "cmp.yaml"
-    path.write_text(yaml.safe_dump({"base": inline | {"train": BASE["train"]}, "arms": {"baseline": {}, "other": {"strategies": ["difffilter"]}}, "seeds": 2}))
+    path.write_text(yaml.safe_dump({"base": inline | {"train": BASE["train"] | {"save_every": 1000}}, "arms": {"baseline": {}, "other": {"strategies": ["difffilter"]}}, "seeds": 2}))
     search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"), "PYTHONPATH": search}
     mine, whole = tmp_path / "mine", tmp_path / "whole"
@@ -374,11 +375,13 @@ def test_killed_anywhere_the_next_start_yields_the_same_table(inline, tmp_path, 
     while runner.last_record(running / "metrics.jsonl").get("step", 0) < 1 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and not (running / "summary.json").exists()
-    deadline = time.monotonic() + 60
+    assert process.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 300
     while processes_of(mine) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not processes_of(mine), "the worker outlived the command"
+    kept = max(int(p.name) for p in (running / "checkpoints").iterdir() if p.name.isdigit())
+    assert kept == runner.last_record(running / "metrics.jsonl")["step"] >= 1
     first = json.loads((mine / "runs" / "baseline" / "seed0" / "summary.json").read_text())
     again = start()
     _, error = again.communicate(timeout=1500)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "rlvr_jax"
 
 # A room (a module or sub-package of rlvr_jax) may import rooms of earlier lines, and of its own line without a cycle.
 TIERS = (
-    {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random", "exit_codes", "watchdog", "remote", "distributed"},
+    {"types", "config", "config_errors", "sharding", "imports", "kernels", "records", "page", "host_random", "exit_codes", "watchdog", "remote", "distributed", "stopping"},
     {"models", "advantages", "strategies", "replay", "rewards", "data", "metrics", "charts", "packing", "run_folder", "dynamic_sampling", "pairing", "benchmark_table"},
     {"losses", "rollout", "report", "coefficients", "critic", "scoring", "state"},
     {"update", "parts", "evaluate", "checkpoint"},
@@ -26,7 +26,7 @@ TIERS = (
     {"cli"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-WITHOUT_JAX = ("config", "config_errors", "metrics", "records", "page", "charts", "report", "rewards", "cli", "watchdog", "exit_codes", "remote", "run_folder", "distributed")
+WITHOUT_JAX = ("config", "config_errors", "metrics", "records", "page", "charts", "report", "rewards", "cli", "watchdog", "exit_codes", "remote", "run_folder", "distributed", "stopping")
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "rlvr_jax", "configs", "kernels", "tests", "tpu_scripts"}
 
 

@@ -1,6 +1,7 @@
 """``rlvr-jax compare CONFIG``: makes the runs, reads them back, and tells what they say."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from rlvr_jax.compare import figures, output, runner
 from rlvr_jax.compare.collect import Found, collect
 from rlvr_jax.compare.result import Comparison, compare
 from rlvr_jax.compare.spec import Spec
+from rlvr_jax.run_folder import held
 
 MISSING = 3
 """So many names of runs in a line, then a count."""
@@ -31,13 +33,14 @@ def run(spec: Spec, *, shard: str | None = None, train: bool = True, workers: in
       workers: processes at once.
 
     Raises:
-      ConfigError: the shard is none.
+      ConfigError: the shard is none, or another command trains the same runs in this folder.
       OSError: a result could not be written.
     """
     outcome = runner.Outcome({}, False)
     if train:
         mine = runner.share(spec, *runner.parse_shard(shard, len(spec.seeds))) if shard else spec.runs
-        outcome = runner.make(spec, mine, workers)
+        with _alone(spec, shard) as locks:
+            outcome = runner.make(spec, mine, workers, locks)
     found = collect(spec)
     found = found._replace(failed={**found.failed, **{r: why for r, why in outcome.failures.items() if r not in found.refused}})
     if found.table is None:
@@ -48,6 +51,17 @@ def run(spec: Spec, *, shard: str | None = None, train: bool = True, workers: in
              "left out": {f"{arm} seed {seed}": why for (arm, seed), why in [*found.refused.items(), *found.failed.items()]}}
     path = output.write(comparison, spec.folder, spec.name, facts, figures.sections(spec, found))
     return Told(comparison, path, found, outcome.stopped)
+
+
+@contextlib.contextmanager
+def _alone(spec: Spec, shard: str | None) -> Iterator[list[int]]:
+    """Two commands would start each other's runs, and report as failed what the other one trains. Shards may share a folder."""
+    message = f"another compare trains in {spec.folder}, or its runs are still being saved; wait for it, or choose another --run-dir (--report-only may read it)"
+    with contextlib.ExitStack() as stack:
+        locks = [stack.enter_context(held(spec.folder / ".lock", message, shared=shard is not None))]
+        if shard:
+            locks.append(stack.enter_context(held(spec.folder / f".lock-{shard.replace('/', '-of-')}", message)))
+        yield locks
 
 
 def problems(found: Found) -> list[str]:

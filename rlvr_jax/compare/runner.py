@@ -9,7 +9,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from rlvr_jax.config import Config, ConfigError
 from rlvr_jax.metrics import Progress
 from rlvr_jax.records import write_json
 from rlvr_jax.run_folder import refuse_changes
+from rlvr_jax.stopping import Stop
 
 Run = tuple[str, int]
 FAILURE = "failure.json"
@@ -63,11 +64,7 @@ def finished(config: Config) -> bool:
     assert config.run_dir is not None
     folder = Path(config.run_dir)
     if text := page.read_text(folder / "config.yaml"):
-        saved = configs.read_yaml(text)
-        refuse_changes(saved, config)
-        if config.optimizer.schedule != "constant" and saved["train"]["steps"] != config.train.steps:
-            raise ConfigError(f"{folder} was begun with train.steps={saved['train']['steps']}, now {config.train.steps}, and its learning rate follows them"
-                              f" (optimizer.schedule: {config.optimizer.schedule}); choose another --run-dir")
+        refuse_changes(configs.read_yaml(text), config)
     began = page.read_json(folder / pairing.FILE).get("code", {})
     if changed := [module for module, sha in pairing.code(config).items() if began.get(module, sha) != sha]:
         raise ConfigError(f"the file of '{changed[0]}' has changed since {folder} was begun; remove that folder, or choose another --run-dir")
@@ -77,18 +74,19 @@ def finished(config: Config) -> bool:
         or summary["updated_tokens"] >= (limit.updated_tokens or float("inf")))
 
 
-def make(spec: Spec, runs: Sequence[Run], workers: int | None = None) -> Outcome:
+def make(spec: Spec, runs: Sequence[Run], workers: int | None = None, locks: Sequence[int] = ()) -> Outcome:
     """Trains ``runs``, in their order, as far as they are not finished.
 
     Args:
       workers: processes at once; default: what the comparison says.
+      locks: held by the workers too: while one still saves, its command is not over.
     """
-    return _Runner(spec, runs, workers or spec.workers).run()
+    return _Runner(spec, runs, workers or spec.workers, locks).run()
 
 
 class _Runner:
-    def __init__(self, spec: Spec, runs: Sequence[Run], workers: int | None):
-        self.spec, self.runs = spec, list(runs)
+    def __init__(self, spec: Spec, runs: Sequence[Run], workers: int | None, locks: Sequence[int]):
+        self.spec, self.runs, self.locks = spec, list(runs), locks
         self.waiting: list[Run] = []
         self.done: set[Run] = set()
         self.failures: dict[Run, str] = {}
@@ -153,7 +151,7 @@ class _Runner:
         starting = sum(w.backend is None for w in self.workers)
         while len(self.workers) < self.wanted and starting < len(self.waiting):
             number = min(set(range(self.most)) - {w.number for w in self.workers})
-            worker = Worker(number, self.cores[number], self.spec.folder / "log" / f"worker{number}.txt")
+            worker = Worker(number, self.cores[number], self.spec.folder / "log" / f"worker{number}.txt", self.locks)
             self.workers.append(worker)
             ready.register(worker, selectors.EVENT_READ)
             starting += 1
@@ -203,26 +201,15 @@ class _Runner:
         over = self.done | self.failures.keys()
         return sum(whole if run in over else min(used(self.spec, run), whole) for run in self.runs)
 
-    @contextlib.contextmanager
-    def _signals(self, progress: Progress) -> Iterator[None]:
+    def _signals(self, progress: Progress) -> Stop:
         """The first signal lets running steps end and be saved; the second does not wait."""
-        def on_signal(number: int, frame: Any) -> None:
-            if self.stopping:
-                raise KeyboardInterrupt
+        def on_signal(number: int) -> None:
             self.stopping = True
             progress.log(f"{signal.Signals(number).name}: finishing the running steps and saving; the same command goes on from there")
             for worker in self.workers:
                 worker.stop()
 
-        try:
-            handlers: dict[int, Callable[..., Any] | int | None] = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not in the main thread
-            handlers = {}
-        try:
-            yield
-        finally:
-            for s, handler in handlers.items():
-                signal.signal(s, handler)
+        return Stop(on_signal)
 
 
 def used(spec: Spec, run: Run) -> int:

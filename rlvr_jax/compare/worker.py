@@ -24,7 +24,8 @@ _RUN = "import sys, json; a = json.loads(sys.argv[1]); sys.path[:] = a.pop('path
 class Worker:
     """The parent's side. ``task``: what it is on (None = waiting for one); ``backend``: once it has said so."""
 
-    def __init__(self, number: int, cores: Sequence[int], log: Path):
+    def __init__(self, number: int, cores: Sequence[int], log: Path, locks: Sequence[int] = ()):
+        """``locks``: descriptors of locks that end when the last process that has them does."""
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = json.dumps({"path": sys.path, "parent": os.getpid(), "cores": list(cores)})
         # Small programs are many: without the first variable each process compiles them anew.
@@ -32,7 +33,7 @@ class Worker:
         with log.open("ab") as errors:
             # A session of its own: Ctrl-C reaches the parent alone, which asks its workers to save, once.
             self._popen = subprocess.Popen([sys.executable, "-c", _RUN, arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env,
-                                           start_new_session=True)
+                                           start_new_session=True, pass_fds=locks)
         self.number, self.log = number, log
         self.task: Any = None
         self.backend: str | None = None
@@ -82,7 +83,7 @@ class Worker:
 def main(parent: int, cores: list[int]) -> None:
     """Trains the runs that come in on stdin until it closes; ``cores``: to stay on, if this is a CPU's job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
+    die_with(parent, signal.SIGTERM)  # a command that is killed loses nothing: the running step ends, and is saved
     # What user code prints is no message.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -105,6 +106,8 @@ def main(parent: int, cores: list[int]) -> None:
         try:
             summary = train(configs.validate(json.loads(line)), programs=programs)
             say(finished=summary["finished"])
+        except BrokenPipeError:  # nobody is there to be told
+            return
         except Exception as e:
             traceback.print_exc()
             words = " ".join(str(e).split())[:1000]

@@ -19,6 +19,7 @@ from rlvr_jax.strategies.prompts import Proposal
 State = dict[str, Any]
 VERSION = 1
 ENDLESS = 2**31 - 1  # indices of a generated task
+_CHARACTERS_PER_TOKEN = 256  # more than the longest token of any vocabulary
 _PATIENCE = 2_000  # positions of a generated task skipped in a row before giving up
 
 
@@ -36,9 +37,12 @@ class Encoder:
     overlong: str
 
     def __call__(self, example: Example) -> tuple[int, ...] | None:
-        """None for a prompt longer than the limit when those are dropped."""
+        """None for a prompt longer than the limit when those are dropped, and for one so long that it is not even measured."""
         if self.tokenizer is None:
             return ()
+        # A text of megabytes (a book in one field) would take a tokenizer minutes, each time it is drawn.
+        if sum(len(m["content"]) for m in example.messages) > _CHARACTERS_PER_TOKEN * self.max_length:
+            return None
         ids = self.tokenizer.encode_chat(example.messages, self.template_args)
         if len(ids) <= self.max_length:
             return tuple(ids)

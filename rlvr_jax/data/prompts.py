@@ -7,6 +7,7 @@ lacks a value is a broken row.
 import ast
 import difflib
 import json
+import math
 import string
 import warnings
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {"math": ("answer",), "choice": ("answer",),
 TAKES: dict[str, tuple[str, ...]] = {"knights": ("names",)}
 _MISSING = object()
 _LIST_FORMATS = ("letters", "commas")
+_ANSWER_LIMIT = 100_000  # characters; no verifier makes sense of more, and every sample's would be sent to a worker
 _LITERAL_LIMIT = 1_000_000  # characters; a longer string is text, not a stored structure
 
 
@@ -201,12 +203,17 @@ class Schema:
         prompt = self.template.render(values)
         if not prompt.strip():
             raise BrokenRow("the prompt is empty")
+        messages = self._messages(chat, prompt)
+        for message in messages:
+            _check_unicode("prompt", message["content"])
         key = values["prompt"] if isinstance(values.get("prompt"), str) and "prompt" in self.template.names else prompt
         fields = {f: structure(values[f]) for f in self.fields if values[f] is not None}
         for field in self.needs:
             if field != "answer" and fields.get(field) in (None, [], ""):
                 raise BrokenRow(f"field '{field}' is missing")
-        return Example(problem_key(self.verifier, key, fields), prompt, self._messages(chat, prompt), self._answer(values.get("answer")),
+            if field != "answer":
+                _check_finite(f"field '{field}'", fields[field])
+        return Example(problem_key(self.verifier, key, fields), prompt, messages, self._answer(values.get("answer")),
                        {**fields, **self.domain.verifier_args}, self.verifier, self._response(values.get("response")))
 
     def _prompt(self, values: dict[str, Any]) -> list[Message] | None:
@@ -240,6 +247,7 @@ class Schema:
             value = value[0]
         if "answer" not in self.needs and not isinstance(value, str):
             return value  # a user's own verifier may compare with anything, or with nothing
+        _check_finite("the answer", value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -253,10 +261,28 @@ class Schema:
             text = text.rpartition(after)[2]
         if not text.strip():
             raise BrokenRow("the answer is empty")
+        if len(text) > _ANSWER_LIMIT:
+            raise BrokenRow(f"the answer has {len(text)} characters, expected at most {_ANSWER_LIMIT}")
+        _check_unicode("answer", text)
         return text.strip()
 
     def _response(self, value: Any) -> str | None:
         return value if isinstance(value, str) and value.strip() else None
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """JSON may hold half of a surrogate pair (``"\\ud83d"`` alone), which is no character: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BrokenRow(f"the {name} holds half a surrogate pair at character {e.start}, which is no text") from None
+
+
+def _check_finite(what: str, value: Any) -> None:
+    """JSON as Python reads it has NaN and Infinity, alone or in a list of numbers."""
+    for x in value if isinstance(value, list) else [value]:
+        if isinstance(x, float) and not math.isfinite(x):
+            raise BrokenRow(f"{what} is {x}, expected a finite number")
 
 
 def _check_text(name: str, value: Any) -> None:

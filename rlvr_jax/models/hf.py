@@ -118,10 +118,13 @@ def _open(folder: Path) -> Iterator[dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        files = sorted(set(read_json(index).get("weight_map", {}).values()))
-    elif single.is_file():
+    if single.is_file():  # first, as transformers does: where both lie, one is left over from another save
         files = [single.name]
+    elif index.is_file():
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+            raise ModelError(f"'{index}': 'weight_map' must map names of tensors to files; save the model again")
+        files = sorted(set(named.values()))
     else:
         raise ModelError(f"'{folder}': no model.safetensors and no model.safetensors.index.json; save the model as safetensors")
     with contextlib.ExitStack() as stack:

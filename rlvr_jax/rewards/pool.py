@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from rlvr_jax.rewards import process, registry
-from rlvr_jax.rewards.verdict import Verdict, unknown
+from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 
 MAX_START_FAILURES = 3
 _POLL_SECONDS = 0.05
@@ -146,8 +146,8 @@ class Pool:
         assert callable(job.verifier)
         try:
             verdict, counter = registry.call(job.verifier, job.text, job.answer, job.fields), None
-        except Exception as e:
-            verdict, counter = unknown(f"verifier raised {type(e).__name__}: {e}"), "errors"
+        except (Exception, SystemExit) as e:
+            verdict, counter = raised(e), "errors"
         self._finish(ticket, verdict, counter)
         return ticket
 

@@ -1,14 +1,15 @@
 """From a verifier's name to the function, checked before the first step."""
 
 import inspect
-import math as _math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlvr_jax.imports import import_path, importable
-from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
+from rlvr_jax.rewards.verdict import Verdict, ok, one_line, unknown, wrong
 
+MOST = 1e9
+"""A reward beyond it, either way, cannot be standardised in float32 beside its group's."""
 BUILTIN = {name: f"rlvr_jax.rewards.{name}:verify" for name in ("math", "countdown", "knights", "choice", "format")}
 Verifier = str | Callable[..., Any]
 
@@ -132,23 +133,31 @@ def _accepted(function: Callable[..., Any], fields: Mapping[str, Any]) -> dict[s
 
 
 def as_verdict(result: Any) -> Verdict:
-    """bool and number -> ok/wrong, None -> unknown, anything else (NaN, inf, str, ...) -> unknown with the reason.
+    """bool and number -> ok/wrong, None -> unknown, anything else (NaN, inf, str, list, beyond :data:`MOST`, ...) -> unknown with the reason.
 
     A number other than 0 counts as ok with that reward, so a penalty below 0 keeps its value; whether the row was
     *correct* is decided by the success threshold, see :func:`combine`.
     """
     if isinstance(result, Verdict):
-        usable = isinstance(result.reward, numbers.Real) and _math.isfinite(result.reward)
-        if not usable or result.status not in ("ok", "wrong", "unknown"):
+        if not _usable(result.reward) or result.status not in ("ok", "wrong", "unknown"):
             return unknown(f"verifier returned an unusable verdict {result!r}")
-        return result if result.status == "ok" else Verdict(0.0, result.status, result.detail)
+        # Plain types: a reward of NumPy's cannot travel as JSON, and a detail may be anything, of any length.
+        return Verdict(float(result.reward) if result.status == "ok" else 0.0, result.status, one_line(str(result.detail or "")))
     if result is None:
         return unknown("verifier abstained")
     if hasattr(result, "item") and getattr(result, "size", 1) == 1:
         result = result.item()
-    if not isinstance(result, numbers.Real) or not _math.isfinite(result):
-        return unknown(f"verifier returned {result!r}, expected a finite number, bool, Verdict or None")
+    if not _usable(result):
+        return unknown(f"verifier returned {_shown(result)}, expected one finite number (at most {MOST:g} in size), bool, Verdict or None")
     return ok(reward=float(result)) if result else wrong()
+
+
+def _usable(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and abs(float(x)) <= MOST  # False for NaN too
+
+
+def _shown(x: Any) -> str:
+    return f"{x[:50]!r}" if isinstance(x, str | bytes | list | tuple) and len(x) > 50 else repr(x)
 
 
 def combine(weights: Sequence[Mapping[str, float]], verdicts: Sequence[Verdict],

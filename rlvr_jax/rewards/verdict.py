@@ -35,6 +35,15 @@ def unknown(detail: str = "") -> Verdict:
     return Verdict(0.0, "unknown", one_line(detail))
 
 
+def raised(error: BaseException) -> Verdict:
+    """Unknown, for a verifier that raised; its message may itself be broken."""
+    try:
+        text = f": {error}"
+    except Exception:
+        text = ""
+    return unknown(f"verifier raised {type(error).__name__}{text}")
+
+
 def one_line(text: str) -> str:
     """Model text may be huge or hold control characters; a detail never does."""
     text = " ".join(text[: 4 * DETAIL_CHARACTERS].split())

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from rlvr_jax.rewards import registry
-from rlvr_jax.rewards.verdict import Verdict, unknown
+from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 
 HEADER = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +61,7 @@ def _judge(connection: socket.socket, number: int, verifier: str, text: str, ans
     except MemoryError:
         return unknown("out of memory"), True
     except Exception as e:
-        return unknown(f"verifier raised {type(e).__name__}: {e}"), False
+        return raised(e), False
     except BaseException as e:
         return unknown(f"verifier raised {type(e).__name__}"), True
     finally:
@@ -117,18 +117,19 @@ def _exactly(connection: socket.socket, n: int) -> bytes | None:
     return b"".join(parts)
 
 
-def die_with(parent: int) -> None:
-    """No orphan: the kernel's death signal on Linux, and a watching thread elsewhere."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """No orphan: the kernel sends ``number`` when the parent ends, however it ends; where it does not (macOS), a watching thread."""
     if sys.platform == "linux":
         import ctypes
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)
+        if sys.platform != "linux":
+            os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
 
