@@ -50,7 +50,7 @@ class Score(NamedTuple):
              G: int) -> "Score":
         """With the answers to more prompts, G samples each; see :class:`Answers`."""
         more = (np.sum(correct & valid), np.sum(valid), len(texts), np.sum(tokens), np.sum(truncated))
-        return Score(*(a + int(b) for a, b in zip(self[:5], more)), self.prompts + _prompts(texts, correct, valid, G))  # type: ignore[arg-type]
+        return Score._make([*(a + int(b) for a, b in zip(self[:5], more)), self.prompts + _prompts(texts, correct, valid, G)])
 
     @property
     def accuracy(self) -> float:
