@@ -67,6 +67,7 @@ PROGRAM = """HloModule jit_f, is_scheduled=true
 ENTRY %main (p: f32[8]) -> f32[8] {
   %outermost = (s32[], s32[]) while(%t), condition=%traced, body=%outer
   %sums = (f32[3]{0}, f32[5]{0}) all-reduce(%a, %b), channel_id=4, replica_groups=mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_1'}, to_apply=%add
+  %parts = ((f32[8,4]{1,0}, f32[16]{0}), (f32[2,4]{1,0}, f32[4]{0})) reduce-scatter-start(%a, %b), channel_id=6, replica_groups={{0,1,2,3}}, to_apply=%add
   %alone = f32[3]{0} all-reduce(%a), channel_id=5, replica_groups={{0},{1},{2},{3}}, to_apply=%add
 }
 """
@@ -76,9 +77,9 @@ def test_every_collective_is_found_once_and_as_often_as_its_loops_turn():
     found, loops = hlo.collectives(PROGRAM, (10,), 4)
     assert {(c.kind, c.devices, c.bytes, c.times) for c in found} == {
         ("reduce-scatter", 2, 8 * 4 * 4 // 2, 60), ("all-gather", 4, 16 * 4 * 2 * 3 // 4, 60), ("collective-permute", 2, 8 * 4, 10),
-        ("all-reduce", 2, 8 * 4, 1)}  # half of twice 8 floats; a group of one is none
+        ("reduce-scatter", 4, (8 * 4 + 16) * 4 * 3 // 4, 1), ("all-reduce", 2, 8 * 4, 1)}  # half of twice 8 floats; a group of one is none
     assert loops == [hlo.Loop("outer", 10)]
-    assert hlo.total(found) == {"all-gather": 5760, "all-reduce": 32, "reduce-scatter": 3840, "all-to-all": 0, "collective-permute": 320}
+    assert hlo.total(found) == {"all-gather": 5760, "all-reduce": 32, "reduce-scatter": 3984, "all-to-all": 0, "collective-permute": 320}
 
 
 @pytest.mark.parametrize(("groups", "size"), [

@@ -30,12 +30,12 @@ def test_a_recipe_fits(recipe, topology):
     assert set(found["programs"]) == {"update", "prefill", "decode"} and json.loads(json.dumps(found)) == found
     assert 0 < found["gib_per_device"] <= found["usable_gib"] < found["hbm_gib"]
     if config.mesh.fsdp > 1:
-        # Gradients leave as shares: what is summed whole over the rows' devices is norms, biases and counts. Not the head's, yet:
-        # a TPU's compiler scatters no columns narrower than a tile of 128.
+        # Gradients leave as shares: what is summed whole over the rows' devices is norms, biases and counts. Not the head's: of its
+        # psum_scatter a TPU's compiler makes an all-reduce and a slice, whichever axis is scattered, tried with effort and without.
         sent = [c for c in found["collectives"] if c["program"] == "update"]
-        narrow = shape(config)[0].hidden_size // config.mesh.fsdp % 128 != 0
-        head = 4 * shape(config)[0].vocab_size // config.mesh.tensor * shape(config)[0].hidden_size
-        whole = [c for c in sent if c["kind"] == "all-reduce" and c["devices"] == config.mesh.data * config.mesh.fsdp and not (narrow and c["bytes"] > head)]
+        model = shape(config)[0]
+        head = 4 * model.vocab_size // config.mesh.tensor * model.hidden_size
+        whole = [c for c in sent if c["kind"] == "all-reduce" and c["devices"] == config.mesh.data * config.mesh.fsdp and c["bytes"] <= head]
         assert sum(c["bytes"] * c["times"] for c in whole) < 0.005 * sum(c["bytes"] * c["times"] for c in sent)
 
 

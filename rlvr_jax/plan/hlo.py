@@ -125,7 +125,7 @@ def _trip_count(rest: str, condition: Sequence[_Line]) -> int | None:
 def _collective(kind: str, line: _Line, times: int, devices: int, *, fused: bool) -> Collective:
     n = 2 if "source_target_pairs" in line.rest else _group_size(line.rest, devices)
     arrays = list(_arrays(line.type))
-    if line.op == "all-gather-start" and len(arrays) % 2 == 0:
+    if line.op in ("all-gather-start", "reduce-scatter-start") and len(arrays) % 2 == 0:
         arrays = arrays[len(arrays) // 2 :]  # (operands, results)
     if line.op == "collective-permute-start":
         arrays = arrays[1:2]
