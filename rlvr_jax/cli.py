@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> None:
     """The installed command. One of several processes that fails must not wait, in jax's exit handlers, for the others."""
     code = 1
+    sys.unraisablehook = _unraisable
     if sys.argv[1:2] in (["train"], ["compare"]):
         # Until there is something to save, Ctrl-C is the system's: raised inside the imports of others, an exception may be swallowed.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -75,6 +76,12 @@ def console() -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _unraisable(found: Any) -> None:
+    """A save that failed leaves callbacks of a loop that is over; their traces would bury the line that says why it failed."""
+    if str(found.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(found)
 
 
 def _joined() -> bool:
