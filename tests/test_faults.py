@@ -63,6 +63,15 @@ def whole(tiny_model, tmp_path_factory):
 
 # --- signals and locks ---
 
+@pytest.fixture
+def no_nohup():
+    """The suite may run under nohup, whose SIGHUP stays ignored, in processes that it starts too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("no_nohup")
 def test_the_first_signal_is_remembered_the_second_does_not_wait():
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
@@ -122,6 +131,7 @@ def begin(path: Path, env: dict[str, str], run: Path) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.usefixtures("no_nohup")
 def test_one_folder_four_processes(tmp_path, tmp_path_factory, tiny_model):
     """The second is refused; Ctrl-C saves and ends with 75; kill -9 leaves no lock; a second Ctrl-C does not wait."""
     run, env = tmp_path / "run", environment(tmp_path_factory)

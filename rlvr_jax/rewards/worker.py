@@ -118,8 +118,12 @@ def _exactly(connection: socket.socket, n: int) -> bytes | None:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """No orphan: the kernel sends ``number`` when the parent ends, however it ends; where it does not (macOS), a watching thread."""
-    if sys.platform == "linux":
+    """No orphan: this process gets ``number`` when its parent ends, however it ends.
+
+    Death is left to the kernel, where it does that (Linux). Any other signal comes from a watching thread, within a second: the kernel's
+    comes again for each thread of the parent that outlives another, and a second SIGTERM means that there is no time to save.
+    """
+    if sys.platform == "linux" and number == signal.SIGKILL:
         import ctypes
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -128,8 +132,7 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        if sys.platform != "linux":
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
 
