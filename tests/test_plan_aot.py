@@ -45,6 +45,8 @@ def test_more_of_the_same_chips_cost_no_more_each():
     recipe = CONFIGS / "dataflex/qwen2_5_7b_v5e64.yaml"
     small, large = (plan(C.load(recipe, [f"mesh.data={n}", "mesh.fsdp=16", "mesh.tensor=1", f"train.micro_batch={16 * n}", f"train.prompts_per_step={16 * n}"]),
                          topology, quick=True, only=("update",)) for n, topology in ((1, "v5e:4x4"), (16, "v5e:16x16")))
+    for found in (small, large):
+        print(found["topology"], {k: found["programs"]["update"][k] for k in ("gib", "sent_gib")})
     assert large["programs"]["update"]["gib"] <= 1.05 * small["programs"]["update"]["gib"]
     assert large["programs"]["update"]["sent_gib"] <= 1.15 * small["programs"]["update"]["sent_gib"]
 
