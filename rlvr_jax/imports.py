@@ -33,16 +33,28 @@ def importable(module: str) -> bool:
 
     A module can be loaded without being found by its name: from a notebook, by a test runner, through ``exec``.
     """
-    loaded, where = sys.modules.get(module), None
+    loaded = sys.modules.get(module)
     try:
-        for i, _ in enumerate(parts := module.split(".")):
-            spec = _find(".".join(parts[:i + 1]), where)
-            if spec is None:
-                return False
-            where = spec.submodule_search_locations
+        spec = find(module)
     except Exception:
         return False
-    return loaded is None or (spec is not None and spec.origin == getattr(loaded, "__file__", None))
+    return spec is not None and (loaded is None or spec.origin == getattr(loaded, "__file__", None))
+
+
+def find(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Where the path or the working directory have ``module``; neither it nor the packages around it are imported."""
+    where: Any = None
+    spec = None
+    for i, part in enumerate(parts := module.split(".")):
+        try:
+            spec = _find(".".join(parts[:i + 1]), where)
+        except KeyError:  # a folder without __init__.py in another: importlib looks for the outer one among what is imported
+            spec, where = None, [folder for base in where if os.path.isdir(folder := os.path.join(base, part))]
+            continue
+        if spec is None:
+            return None
+        where = list(spec.submodule_search_locations or ())
+    return spec
 
 
 def _find(name: str, where: Any) -> importlib.machinery.ModuleSpec | None:

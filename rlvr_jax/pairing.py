@@ -5,16 +5,15 @@ comparison reads both. No jax in here.
 """
 
 import hashlib
-import importlib.machinery
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlvr_jax.config import Config, ConfigError
+from rlvr_jax.imports import find
 from rlvr_jax.records import read_records
 
 log = logging.getLogger(__name__)
@@ -124,11 +123,5 @@ def _modules(tree: Any) -> Iterator[str]:
 
 def _source(module: str) -> Path | None:
     """The file of a module, found without importing it."""
-    where: Any = [*sys.path, os.getcwd()]
-    spec = None
-    for i, _ in enumerate(parts := module.split(".")):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:i + 1]), where)
-        if spec is None:
-            return None
-        where = spec.submodule_search_locations or []
+    spec = find(module)
     return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rlvr_jax.imports import find
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rlvr_jax"
 
@@ -163,3 +165,13 @@ def test_top_level_is_fixed():
     tracked = {name.split("/")[0] for name in listed.stdout.splitlines()}
     found = {name for name in tracked if not name.startswith(".")}
     assert found <= TOP_LEVEL and found >= TOP_LEVEL - {"tpu_scripts"}  # git tracks no empty folder
+
+
+def test_a_file_in_folders_without_init_is_found_and_nothing_is_imported(tmp_path, monkeypatch):
+    folder = tmp_path / "outer_of_mine" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    found = find("outer_of_mine.inner.mine")
+    assert found is not None and found.origin == str(folder / "mine.py") and find("outer_of_mine.inner.other") is None
+    assert "outer_of_mine" not in sys.modules
