@@ -21,7 +21,7 @@ EXAMPLES = {
     "sft": "rlvr-jax sft configs/quickstart_sft.yaml\n  rlvr-jax sft my.yaml model.path=/models/Qwen3-0.6B sft.steps=500",
     "export": "rlvr-jax export runs/quickstart my_model\n  rlvr-jax export runs/quickstart my_model --checkpoint last --dtype bfloat16",
     "strategies": "rlvr-jax strategies\n  rlvr-jax strategies difffilter",
-    "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
+    "verify": "rlvr-jax verify answers.jsonl\n  echo '{\"task\": \"countdown\", \"numbers\": [3, 5, 7], \"target\": 22, \"answer\": \"<answer>3*5+7</answer>\"}' | rlvr-jax verify -\n  echo '{\"task\": \"math\", \"gold\": \"1/2\", \"answer\": \"\\\\boxed{0.5}\"}' | rlvr-jax verify -",
     "preflight": "rlvr-jax preflight configs/quickstart.yaml\n  rlvr-jax preflight configs/quickstart.yaml run_dir=gs://bucket/run --num-processes 16",
     "report": "rlvr-jax report runs/quickstart",
     "compare": "rlvr-jax compare configs/dataflex/compare_quick.yaml\n  rlvr-jax compare configs/dataflex/compare.yaml --arms difffilter,gfpo --seeds 12 --budget generated=500_000\n"
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
             several.add_argument("--process-id", type=int, metavar="I", help="0..N-1")
         if config:
             p.add_argument("config", help="YAML file")
-            p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the config, e.g. train.steps=50")
+            p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the config, e.g. train.steps=50; all of them, with their values, stand in config.yaml of any run_dir")
         p.set_defaults(run=run)
         return p
 
@@ -133,21 +133,21 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("-n", type=int, default=1, help="samples per prompt")
     command("sft", _sft, "supervised warm start on prompt/response pairs; writes a Hugging Face folder", config=True)
     p = command("export", _export, "a run's weights as a Hugging Face folder")
-    p.add_argument("run_dir")
-    p.add_argument("out")
-    p.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+    p.add_argument("run_dir", help="folder of the run")
+    p.add_argument("out", help="folder to make")
+    p.add_argument("--checkpoint", default="best", metavar="best|last|STEP", help="default: the best by its evaluations")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p = command("strategies", _strategies, "data strategies: what they do, their parameters, their sources")
     p.add_argument("name", nargs="?", help="only this one")
-    p = command("verify", _verify, "score rows {task, gold, answer, numbers?, target?}; one verdict a line, in order")
-    p.add_argument("file", help="JSONL file, or - for stdin")
-    p.add_argument("--workers", type=int, default=2)
+    p = command("verify", _verify, "score rows {task, gold, answer}: a verifier, the right answer, the model's text; one verdict a line, in order")
+    p.add_argument("file", help="JSONL file, or - for stdin; task: math, countdown (with numbers and target for gold), knights, choice, format, or module:function")
+    p.add_argument("--workers", type=int, default=2, help="processes that judge")
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
     p = command("report", _report, "(re)build report.html of a run")
     p.add_argument("run_dir")
     _compare_arguments(command("compare", _compare, "does an arm help? trains arms paired by seed, or reads a table of anybody's runs, and gives verdicts"))
-    p = command("plan", _plan, "does it fit? compiles the step for a pod or GPU that is not here", config=True)
-    p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8, v5p:2x2x4, v5e-64, v6e:4x4, h100:8, h200:1, rtx4090:1")
+    p = command("plan", _plan, "does it fit? compiles the step for a pod or GPU that is not here, and prints memory by part, collectives and estimated seconds (a few minutes; TPUs: pip install 'rlvr-jax[tpu-aot]')", config=True)
+    p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8 (also v5e-64, by its name), v5p:2x2x4, v6e:4x4, h100:8, h200:1, rtx4090:1")
     p.add_argument("--sweep", action="store_true", help="try meshes and micro-batches, and rank them")
     p.add_argument("--most", type=int, default=6, metavar="N", help="meshes that --sweep compiles at most (minutes each)")
     p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off; --sweep always does")
@@ -165,7 +165,7 @@ def _compare_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("config", nargs="?", help="comparison: a base config and named arms")
     p.add_argument("overrides", nargs="*", metavar="a.b=value", help="fields of the base config, for every arm")
     p.add_argument("--arms", metavar="ARM,ARM", help="only these, beside the baseline")
-    p.add_argument("--seeds", type=int, metavar="N", help="pairs (default: what the file says, else 12; a twelvefold Holm correction needs 9 to decide at all)")
+    p.add_argument("--seeds", type=int, metavar="N", help="pairs (default: what the file says, else 12; with 12 arms beside the baseline, fewer than 9 can decide nothing)")
     p.add_argument("--budget", metavar="UNIT=N", help="updates=300, generated=2_000_000 or updated=1_000_000 (tokens), the same for every run")
     p.add_argument("--shard", metavar="i/n", help="make only every n-th pair's runs, from i on; results are merged from the folders")
     p.add_argument("--workers", type=int, metavar="N", help="processes that train at once")
@@ -317,8 +317,11 @@ def _verify(args: argparse.Namespace) -> None:
     from rlvr_jax.config import Pool
     from rlvr_jax.rewards import verify_file
 
+    counts: dict[str, int] = {}
     for verdict in verify_file(args.file, Pool(workers=args.workers, cpu_seconds=args.seconds)):
         print(json.dumps(verdict), flush=True)
+        counts[verdict["status"]] = counts.get(verdict["status"], 0) + 1
+    print(f"{sum(counts.values())} rows: {', '.join(f'{n} {status}' for status, n in counts.items())}", file=sys.stderr)
 
 
 def _report(args: argparse.Namespace) -> None:

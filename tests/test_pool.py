@@ -287,6 +287,17 @@ def test_verify_file(tmp_path):
         next(verify_file(tmp_path / "missing.jsonl", config.Pool()))
 
 
+def test_verify_file_takes_ones_own_verifier_and_countdown_without_gold(tmp_path, monkeypatch):
+    (tmp_path / "my_checks.py").write_text("def last_word(text, answer):\n    return text.split()[-1] == answer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"task": "my_checks:last_word", "gold": "blue", "answer": "it is blue"}, {"task": "my_checks:last_word", "gold": "red", "answer": "it is blue"},
+            {"task": "countdown", "answer": "<answer>3*5+7</answer>", "numbers": [3, 5, 7], "target": 22}, {"task": "my_checks:none", "gold": "", "answer": ""}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    out = list(verify_file(path, config.Pool(workers=1)))
+    assert [r["status"] for r in out] == ["ok", "wrong", "ok", "unknown"] and "it has: last_word" in out[3]["detail"], out
+
+
 def test_rewards_never_import_jax():
     code = ("import sys; from rlvr_jax.rewards import verify; verify('math', '\\\\boxed{x+1}', '1+x'); import rlvr_jax.rewards.worker; "
             "sys.exit(any(m in sys.modules for m in ('jax', 'jaxlib', 'flax', 'torch')))")

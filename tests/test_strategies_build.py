@@ -263,3 +263,11 @@ def test_installed_packages_add_names(own, monkeypatch):
         build(["gone"])
     rows = {e.name: e for e in describe() if e.kind == "installed"}
     assert rows["quick"].params == {"bonus": 1.0} and "cannot be loaded" in rows["gone"].doc
+
+
+def test_a_strategy_that_returns_its_weights_alone_is_told_so():
+    def forgets_state():
+        return Strategy(init=lambda: (), apply=lambda state, s: s.valid.astype("float32"))
+
+    with pytest.raises(ValueError, match=r"apply returned one array, expected \(weights, state\): end it with 'return weights, state'"):
+        build([forgets_state()])

@@ -28,7 +28,8 @@ class PoolConfig(Protocol):
 
 
 def verify_file(path: str | os.PathLike[str], pool: PoolConfig) -> Iterator[dict[str, Any]]:
-    """Scores rows ``{task, gold, answer, numbers?, target?, ...}``, where ``answer`` is the response and ``gold`` the solution.
+    """Scores rows ``{task, gold, answer, numbers?, target?, ...}``, where ``answer`` is the response and ``gold`` the solution
+    (countdown: ``numbers`` and ``target`` stand for it); ``task`` is a verifier, one's own as ``module:function``.
 
     Args:
       path: JSONL file; ``-`` is standard input.
@@ -66,16 +67,16 @@ def _job(line: bytes) -> Job | str:
         return f"no JSON ({e})"
     if not isinstance(row, dict):
         return f"expected an object with task, gold and answer, found {type(row).__name__}"
-    missing = [k for k in ("task", "gold", "answer") if k not in row]
+    missing = [k for k in ("task", "gold", "answer") if k not in row and not (k == "gold" and row.get("task") == "countdown")]
     if missing:
         return f"missing {', '.join(missing)}"
     task, text = row["task"], row["answer"]
-    if task not in registry.BUILTIN:
-        return f"unknown task {task!r}, expected one of {', '.join(registry.BUILTIN)}"
+    if task not in registry.BUILTIN and not (isinstance(task, str) and ":" in task):
+        return f"unknown task {task!r}, expected one of {', '.join(registry.BUILTIN)} or module:function"
     if not isinstance(text, str):
         return f"'answer' must be a string, found {type(text).__name__}"
     fields = {k: v for k, v in row.items() if k not in ("task", "gold", "answer", "text")}
-    return Job(task, text, row["gold"], fields)
+    return Job(task, text, row.get("gold", ""), fields)
 
 
 def _result(workers: Pool, number: int, ticket: int | Verdict) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import inspect
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,8 @@ def resolve(verifier: Verifier) -> Callable[..., Any]:
     except ImportError as e:
         raise config_error(f"verifier '{verifier}': cannot import '{module}' ({e}); is it on PYTHONPATH or in the working directory?") from None
     except AttributeError:
-        raise config_error(f"verifier '{verifier}': module '{module}' has no '{function}'") from None
+        there = [name for name, x in vars(sys.modules[module]).items() if inspect.isfunction(x) and not name.startswith("_")] if module in sys.modules else []
+        raise config_error(f"verifier '{verifier}': module '{module}' has no '{function}'{'; it has: ' if there else ''}{', '.join(there)}") from None
     if not callable(found):
         raise config_error(f"verifier '{verifier}' is a {type(found).__name__}, not a function")
     return found

@@ -29,7 +29,10 @@ def check(strategy: Strategy, label: str) -> frozenset[str]:
         signals = abstract_signals(per_token)
         try:
             state = jax.eval_shape(strategy.init)
-            jaxpr, (weights, after) = jax.make_jaxpr(strategy.apply, return_shape=True)(state, signals)
+            jaxpr, out = jax.make_jaxpr(strategy.apply, return_shape=True)(state, signals)
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise ValueError(f"apply returned {type(out).__name__ if not hasattr(out, 'shape') else 'one array'}, expected (weights, state): end it with 'return weights, state'")
+            weights, after = out
         except ValueError as e:
             raise ValueError(f"strategy {label}: {_first_line(e)}") from e
         except Exception as e:
