@@ -104,6 +104,22 @@ def forest_chart(spans: Sequence[Span], *, key: str, unit: str = "", title: str 
     return _themed(out.getvalue(), title)
 
 
+def standalone(svg: str, labels: Sequence[tuple[str, int]] = ()) -> str:
+    """A chart as a file of its own, for a paper or a README: with its colours (light or dark as the reader's) and a legend.
+
+    ``labels``: (label, palette index) of the lines, four a row below the chart; an index from 8 on is dashed, as in the chart.
+    """
+    width, height = map(float, svg[svg.index('viewBox="') + 9:].split('"')[0].split()[2:])
+    below = "".join(
+        f'<path d="M{x:g},{y - 3:g}h14" style="stroke:var(--c{color % 8});stroke-width:2{";stroke-dasharray:4,2" if color >= 8 else ""}"/>'
+        f'<text x="{x + 18:g}" y="{y:g}" style="font-size:8.5px;fill:var(--ink)">{escape(page.visible(label if len(label) <= 15 else f"{label[:14]}…"))}</text>'
+        for i, (label, color) in enumerate(labels) for x, y in [(12 + i % 4 * (width - 12) / 4, height + 9 + i // 4 * 12)])
+    full = height + (12 * -(-len(labels) // 4) + 4 if labels else 0)
+    style = f'<style>{page.COLOURS}text{{font-family:system-ui,sans-serif}}</style><rect width="100%" height="100%" style="fill:var(--card)"/>'
+    svg = re.sub(r'viewBox="[^"]*"', f'xmlns="http://www.w3.org/2000/svg" width="{1.5 * width:g}" viewBox="0 0 {width:g} {full:g}"', svg, count=1)
+    return svg.replace("</title>", f"</title>{style}", 1).removesuffix("</svg>") + f"{below}</svg>\n"
+
+
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over a centred window that shrinks at both ends; gaps (NaN) are left out of it. ``[n] -> [n]``."""
     known = np.isfinite(values)

@@ -10,12 +10,13 @@ from typing import Any
 
 # Colours of lines are told apart by hue and lightness also with the common colour-vision deficiencies (after Okabe and
 # Ito); dark mode has lighter ones of the same hue.
-STYLE = """
+COLOURS = """
 :root{--paper:#fcfcfb;--card:#fff;--ink:#1d2129;--soft:#5d6470;--rule:#e3e5e9;--good:#0b7a4b;--bad:#b3261e;--doubt:#8a6100;
 --c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#c0588f;--c4:#a67c00;--c5:#4a9fd0;--c6:#6b4fa0;--c7:#6b7280}
 @media (prefers-color-scheme:dark){:root{--paper:#14161a;--card:#1c1f25;--ink:#e4e6ea;--soft:#9aa1ad;--rule:#30343d;--good:#4cc38a;
 --bad:#ff8a80;--doubt:#e0b04a;--c0:#56b4e9;--c1:#f08a3c;--c2:#3cc79d;--c3:#e694bf;--c4:#e3c04a;--c5:#8fd0f5;--c6:#b39ce0;--c7:#a3abb8}}
-*{box-sizing:border-box}
+"""
+STYLE = COLOURS + """*{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 main{max-width:1160px;margin:0 auto;padding:2.2rem 1.2rem 4rem}
 h1{font-size:1.9rem;line-height:1.2;margin:0 0 .3rem;overflow-wrap:anywhere}

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 import matplotlib.image
 import numpy as np
@@ -74,9 +75,18 @@ def test_the_page_tells_everything_and_asks_for_nothing(comparison, written):
     assert len(ids) == len(set(ids))
 
 
+def test_pictures_stand_alone(comparison, written):
+    """Well-formed XML with its own colours, nothing fetched, and the arms' names as text."""
+    for name, words in (("forest.svg", {"slow", "fast", "alike"}), ("curves_tokens.svg", {"grpo", "slow", "fast", "alike"})):
+        svg = (written / name).read_text()
+        tree = xml.etree.ElementTree.fromstring(svg)
+        assert tree.tag.endswith("svg") and words <= {(e.text or "").strip() for e in tree.iter() if e.tag.endswith("text")}, name
+        assert "--c0:" in svg and not re.search(r"""(?:href|src)=["'](?!#)|url\((?!#)|@import""", svg)
+
+
 def test_same_comparison_same_bytes(comparison, written, tmp_path):
     output.write(comparison, tmp_path, "fair & <square>", {"file": "runs.csv", "where": {}})
-    for name in ("results.csv", "results.json", "results.md", "report.html"):
+    for name in ("results.csv", "results.json", "results.md", "report.html", "forest.svg", "curves_tokens.svg"):
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes(), name
 
 

@@ -1,13 +1,15 @@
-"""A comparison as files: results.csv, results.json, results.md (a table for a paper) and report.html."""
+"""A comparison as files: results.csv, results.json, results.md and pictures (for a paper), and report.html."""
 
 import csv
 import io
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlvr_jax.charts import standalone
 from rlvr_jax.compare import report
 from rlvr_jax.compare.result import Comparison, headline
 from rlvr_jax.compare.statistics import ALPHA, POWER
@@ -16,7 +18,9 @@ from rlvr_jax.records import write_atomic, write_json
 
 
 def write(comparison: Comparison, folder: str | os.PathLike[str], title: str, facts: Mapping[str, Any] | None = None, sections: Sequence[str] = ()) -> Path:
-    """Writes the four files into ``folder``, made if missing, and returns the path of report.html.
+    """Writes the files into ``folder``, made if missing, and returns the path of report.html.
+
+    Pictures: forest.svg, and for runs with learning curves curves_rollouts.svg and so on, without their bands when there are many.
 
     The same comparison gives the same bytes. ``facts``: where the table came from, for the page and results.json. ``sections``: more
     of the page, as HTML, before its explanations.
@@ -28,8 +32,20 @@ def write(comparison: Comparison, folder: str | os.PathLike[str], title: str, fa
     write_atomic(path / "results.csv", _csv(records(comparison)))
     write_json(path / "results.json", tree(comparison, facts))
     write_atomic(path / "results.md", markdown(comparison).encode("utf-8", "replace"))
+    for name, svg in pictures(comparison).items():
+        write_atomic(path / name, svg.encode("utf-8", "replace"))
     write_atomic(path / "report.html", report.build(comparison, title, facts, sections))
     return path / "report.html"
+
+
+def pictures(c: Comparison) -> dict[str, str]:
+    """The main pictures of the page as files of their own: name to SVG."""
+    found = {"forest.svg": standalone(report.forest(c, c.overall))}
+    for unit in c.areas:
+        svg, labels = report.curves(c, unit, bands=len(c.arms) < 6)
+        if svg:
+            found[f"curves_{re.sub('[^a-z0-9]+', '_', unit.lower())}.svg"] = standalone(svg, labels)
+    return found
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:

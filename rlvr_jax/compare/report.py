@@ -49,15 +49,28 @@ def _table(c: Comparison, measure: str) -> str:
 
 
 def _forest(c: Comparison) -> str:
-    figures = []
-    for measure in (c.overall, *c.areas.values(), *c.domains):
-        effects = [(arm, c.effects[arm, measure]) for arm in c.arms if (arm, measure) in c.effects]
-        if effects:
-            spans = [Span(arm, e.difference, e.low, e.high, TONES.get(e.verdict, "")) for arm, e in effects]
-            svg = forest_chart(spans, key=f"forest {measure}", unit=f"difference to {page.visible(c.baseline)[:40]}", title=f"Paired differences: {measure}")
-            figures.append(f"<figure><figcaption><h3>{page.text(measure)}</h3></figcaption>{svg}</figure>")
+    figures = [f"<figure><figcaption><h3>{page.text(measure)}</h3></figcaption>{svg}</figure>"
+               for measure in (c.overall, *c.areas.values(), *c.domains) if (svg := forest(c, measure))]
     words = "<p>Mean paired difference with its own 95% interval; larger is better. Filled: better or worse after Holm's correction.</p>"
     return page.section("Paired differences", f"{words}<div class=grid>{''.join(figures)}</div>")
+
+
+def forest(c: Comparison, measure: str) -> str:
+    """The ``<svg>`` of the paired differences in a measure; '' where no arm has it."""
+    effects = [(arm, c.effects[arm, measure]) for arm in c.arms if (arm, measure) in c.effects]
+    spans = [Span(arm, e.difference, e.low, e.high, TONES.get(e.verdict, "")) for arm, e in effects]
+    return forest_chart(spans, key=f"forest {measure}", unit=f"difference to {page.visible(c.baseline)[:40]}", title=f"Paired differences: {measure}") if spans else ""
+
+
+def curves(c: Comparison, unit: str, bands: bool = True) -> tuple[str, list[tuple[str, int]]]:
+    """The ``<svg>`` of the arms' mean accuracy over a unit of cost, and (label, colour) of its lines; '' where nothing was measured."""
+    series = [s for i, arm in enumerate((c.baseline, *c.arms)) if (s := _mean_curve(c, arm, unit, i)) is not None]
+    if not series:
+        return "", []
+    heights = np.concatenate([s.values for s in series])
+    svg = line_chart([s if bands else s._replace(band=None) for s in series], key=f"curve {unit}", percent=bool(heights.min() >= 0 and heights.max() <= 1),
+                     smooth=False, across=unit, title=f"Learning curves over {unit}")
+    return svg, [(s.label, s.color) for s in series]
 
 
 def _domains(c: Comparison) -> str:
@@ -80,12 +93,10 @@ def _domains(c: Comparison) -> str:
 def _curves(c: Comparison) -> str:
     figures, tables = [], []
     for unit in c.areas:
-        series = [s for i, arm in enumerate((c.baseline, *c.arms)) if (s := _mean_curve(c, arm, unit, i)) is not None]
-        if not series:
+        svg, labels = curves(c, unit)
+        if not svg:
             continue
-        heights = np.concatenate([s.values for s in series])
-        svg = line_chart(series, key=f"curve {unit}", percent=bool(heights.min() >= 0 and heights.max() <= 1), smooth=False, across=unit, title=f"Learning curves over {unit}")
-        legend = "".join(f'<li><i style="--c:var(--c{s.color % 8})"{" class=dash" if s.color >= 8 else ""}></i>{page.text(s.label)}</li>' for s in series)
+        legend = "".join(f'<li><i style="--c:var(--c{color % 8})"{" class=dash" if color >= 8 else ""}></i>{page.text(label)}</li>' for label, color in labels)
         figures.append(f"<figure><figcaption><h3>{page.text(f'Accuracy over {unit}')}</h3></figcaption>{svg}<ul class=legend>{legend}</ul></figure>")
         found = [(arm, c.reach[arm, unit]) for arm in (c.baseline, *c.arms)]
         goal = figure(found[0][1].target, decimals(c, c.areas[unit]))
