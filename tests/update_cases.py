@@ -1,5 +1,8 @@
 """A tiny model, ragged batches and one step of the update: what the tests of the update share."""
 
+import functools
+import json
+
 import jax
 import numpy as np
 
@@ -40,15 +43,20 @@ def a_config(mesh=(1, 1, 1), micro=16, model=None, **sections):
     return C.validate(tree)
 
 
+@functools.lru_cache(maxsize=32)
+def built(config, model, strategy_list):
+    """Equal settings (JSON) share one compiled update: compiling is most of these tests."""
+    config, strategy = C.validate(json.loads(config)), strategies.build(json.loads(strategy_list))
+    mesh, optimizer = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor), make_optimizer(config.optimizer, 100)
+    return mesh, strategy, optimizer, make_update(model, config, strategy, optimizer, mesh)
+
+
 def run(config, batch, model=MODEL, strategy_list=(), steps=1, ref=False, params=None):
     """First moments of AdamW are (1 - b1) x gradient after one step: gradients as they were applied."""
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh, strategy, optimizer, update = built(config.model_dump_json(), model, json.dumps(list(strategy_list)))
     params = init_params(model, KEY) if params is None else params
     params = jax.device_put(params, shardings(mesh, param_axes(model), params))
-    strategy = strategies.build(list(strategy_list))
-    optimizer = make_optimizer(config.optimizer, 100)
     state = init_state(params, model, optimizer, strategy, mesh)
-    update = make_update(model, config, strategy, optimizer, mesh)
     ref_params = jax.tree.map(lambda x: x * 1.01, params) if ref else None
     for _ in range(steps):
         state, sums = update(state, batch, KEY, ref_params)
