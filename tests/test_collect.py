@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from processes import QUICK
 
 from rlvr_jax import config as C
 from rlvr_jax import parts as part
@@ -107,11 +108,11 @@ EVERYTHING = {"strategies": ["difffilter"], "dynamic_sampling": {"max_batches": 
               "algorithm": {"overlong_buffer": 8, "is_mode": "mask"}}
 
 
-@pytest.mark.parametrize("prompts", ["mopps", "greso"])
-def test_killed_with_everything_on_it_goes_on_bit_for_bit(tmp_path, tmp_path_factory, prompts):
+@pytest.mark.parametrize("prompts", ["mopps", pytest.param("greso", marks=pytest.mark.slow)])
+def test_killed_with_everything_on_it_goes_on_bit_for_bit(tmp_path, prompts):
     path = tmp_path / "all.yaml"
     path.write_text(yaml.safe_dump(TINY | EVERYTHING | {"data": TINY["data"] | {"prompts": {"kind": prompts}}}))
-    env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env = os.environ | {"XLA_FLAGS": QUICK, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # one device
     start = lambda name: subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "train", str(path), f"run_dir={tmp_path / name}"], env=env,  # noqa: E731
                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     out, err = start("whole").communicate(timeout=900)

@@ -360,13 +360,13 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_killed_anywhere_the_next_start_yields_the_same_table(inline, tmp_path, tmp_path_factory):
+def test_killed_anywhere_the_next_start_yields_the_same_table(inline, tmp_path):
     """SIGKILL of the command while a run trains: its worker ends with it and saves, so that not a step is lost, and the same command ends
     in the same table."""
     path = tmp_path / "cmp.yaml"
     path.write_text(yaml.safe_dump({"base": inline | {"train": BASE["train"] | {"save_every": 1000}}, "arms": {"baseline": {}, "other": {"strategies": ["difffilter"]}}, "seeds": 2}))
     search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"), "PYTHONPATH": search}
+    environment = os.environ | {"PYTHONPATH": search}
     mine, whole = tmp_path / "mine", tmp_path / "whole"
     running = mine / "runs" / "other" / "seed0"
     start = lambda: subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "compare", str(path), "--run-dir", str(mine)],  # noqa: E731

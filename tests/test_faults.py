@@ -107,9 +107,9 @@ def test_nohup_is_respected_and_other_threads_are_left_alone():
     assert seen == [{}]
 
 
-def environment(tmp_path_factory) -> dict[str, str]:
+def environment() -> dict[str, str]:
     search = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": search}
+    return os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": search}
 
 
 def write(path: Path, tree: dict) -> Path:
@@ -132,9 +132,9 @@ def begin(path: Path, env: dict[str, str], run: Path) -> subprocess.Popen:
 
 
 @pytest.mark.usefixtures("no_nohup")
-def test_one_folder_four_processes(tmp_path, tmp_path_factory, tiny_model):
+def test_one_folder_four_processes(tmp_path, tiny_model):
     """The second is refused; Ctrl-C saves and ends with 75; kill -9 leaves no lock; a second Ctrl-C does not wait."""
-    run, env = tmp_path / "run", environment(tmp_path_factory)
+    run, env = tmp_path / "run", environment()
     path = write(tmp_path / "c.yaml", small(run, tiny_model, steps=100_000, save_every=1_000))
     first = begin(path, env, run)
     _, error = start(path, env).communicate(timeout=600)
@@ -210,13 +210,13 @@ def mounted(folder: Path, size: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_disk_of_600_kilobytes(tmp_path, tmp_path_factory, tiny_model):
+def test_a_disk_of_600_kilobytes(tmp_path, tiny_model):
     """The command on a file system that is really full: one line, exit code 2; with room again it goes on."""
     disk = tmp_path / "disk"
     if not mounted(disk, "600k"):
         pytest.skip("only a superuser on Linux can mount a small disk")
     try:
-        path, env = write(tmp_path / "c.yaml", small(disk / "run", tiny_model, steps=6)), environment(tmp_path_factory)
+        path, env = write(tmp_path / "c.yaml", small(disk / "run", tiny_model, steps=6)), environment()
         process = start(path, env)
         _, error = process.communicate(timeout=900)
         words = [line for line in error.splitlines() if line.startswith("rlvr-jax")]
@@ -230,7 +230,7 @@ def test_a_disk_of_600_kilobytes(tmp_path, tmp_path_factory, tiny_model):
 
 
 @pytest.mark.slow
-def test_a_full_tmp_and_a_full_cache(tmp_path, tmp_path_factory, tiny_model):
+def test_a_full_tmp_and_a_full_cache(tmp_path, tiny_model):
     disk = tmp_path / "tmp"
     if not mounted(disk, "64k"):
         pytest.skip("only a superuser on Linux can mount a small disk")
@@ -238,7 +238,7 @@ def test_a_full_tmp_and_a_full_cache(tmp_path, tmp_path_factory, tiny_model):
         with pytest.raises(OSError), (disk / "fill").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        env = environment(tmp_path_factory) | {"TMPDIR": str(disk), "XDG_CACHE_HOME": str(disk), "JAX_COMPILATION_CACHE_DIR": str(disk / "xla")}
+        env = environment() | {"TMPDIR": str(disk), "XDG_CACHE_HOME": str(disk), "JAX_COMPILATION_CACHE_DIR": str(disk / "xla")}
         process = start(write(tmp_path / "c.yaml", small(tmp_path / "run", tiny_model)), env)
         out, error = process.communicate(timeout=900)
         assert process.returncode == 0 and json.loads(out.splitlines()[-1])["steps"] == 3 and (tmp_path / "run" / "report.html").exists(), error

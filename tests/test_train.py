@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import QUICK
 
 import rlvr_jax
 from rlvr_jax import config as C
@@ -38,10 +39,8 @@ def command(config, run_dir, *more):
     return [sys.executable, "-m", "rlvr_jax.cli", "train", str(config), f"run_dir={run_dir}", *more]
 
 
-def environment(tmp_path_factory):
-    # One compilation cache for all processes of this module: each would compile the same three programs.
-    return os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "xla"),
-                         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+def environment():
+    return os.environ | {"XLA_FLAGS": QUICK, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # of one device
 
 
 def prompts(run_dir):
@@ -53,7 +52,7 @@ def whole(tmp_path_factory):
     """An uninterrupted run with replay, two strategies and a checkpoint every second step."""
     folder = tmp_path_factory.mktemp("whole")
     config = write(folder, strategies=["difffilter", "softmax"], replay={"capacity": 3})
-    done = subprocess.run(command(config, folder / "run"), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command(config, folder / "run"), env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return config, folder / "run", json.loads(done.stdout.splitlines()[-1])
 
@@ -97,10 +96,10 @@ def steps_logged(run):
 
 
 @pytest.mark.parametrize("moment", [pytest.param("early", marks=pytest.mark.slow), "saving", pytest.param("late", marks=pytest.mark.slow)])
-def test_killed_and_started_again_is_the_same_run(whole, tmp_path, tmp_path_factory, moment):
+def test_killed_and_started_again_is_the_same_run(whole, tmp_path, moment):
     config, run, printed = whole
     mine = tmp_path / "run"
-    process = subprocess.Popen(command(config, mine), env=environment(tmp_path_factory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(config, mine), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ready = {"early": lambda: checkpoints(mine)[0] >= 1, "saving": lambda: checkpoints(mine)[0] >= 1 and checkpoints(mine)[1],
              "late": lambda: checkpoints(mine)[0] >= 1 and steps_logged(mine) >= 5}[moment]
     deadline = time.monotonic() + 600
@@ -108,7 +107,7 @@ def test_killed_and_started_again_is_the_same_run(whole, tmp_path, tmp_path_fact
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    again = subprocess.run(command(config, mine), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=900)
+    again = subprocess.run(command(config, mine), env=environment(), capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stderr
     summary = json.loads(again.stdout.splitlines()[-1])
     assert 0 < summary["resumed_from_step"] < 6
@@ -118,29 +117,29 @@ def test_killed_and_started_again_is_the_same_run(whole, tmp_path, tmp_path_fact
     assert summary["eval"] == printed["eval"]
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(whole, tmp_path, tmp_path_factory):
+def test_sigterm_saves_and_the_same_command_goes_on(whole, tmp_path):
     config, _, printed = whole
     mine = tmp_path / "run"
-    process = subprocess.Popen(command(config, mine, "train.save_every=100", "train.eval_every=3"), env=environment(tmp_path_factory), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(config, mine, "train.save_every=100", "train.eval_every=3"), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while steps_logged(mine) < 1 and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=600)
     assert process.returncode == 75 and "SIGTERM" in error
-    again = subprocess.run(command(config, mine), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=900)
+    again = subprocess.run(command(config, mine), env=environment(), capture_output=True, text=True, timeout=900)
     summary = json.loads(again.stdout.splitlines()[-1])
     assert summary["resumed_from_step"] > 0 and summary["weights_sha256"] == printed["weights_sha256"]
 
 
-def test_another_experiment_in_the_same_folder_is_refused(whole, tmp_path_factory):
+def test_another_experiment_in_the_same_folder_is_refused(whole):
     config, run, _ = whole
-    done = subprocess.run(command(config, run, "seed=1"), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command(config, run, "seed=1"), env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and "seed" in done.stderr and "run_dir" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_finished_run_is_left_as_it_is(whole, tmp_path_factory):
+def test_a_finished_run_is_left_as_it_is(whole):
     config, run, printed = whole
-    done = subprocess.run(command(config, run), env=environment(tmp_path_factory), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command(config, run), env=environment(), capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == printed["weights_sha256"]
 
 

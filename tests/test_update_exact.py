@@ -32,7 +32,9 @@ def batch():
     return a_batch(seed=5, rewards=reward, valid=valid, logprob=rng.uniform(-6, 0, (N * G, P + R)).astype(np.float32))
 
 
-def coefficients(names, config):
+@functools.cache
+def coefficients(names):
+    config = a_config()
     strategy = strategies.build(list(names))
     return make_coefficients(batch(), jnp.int32(0), strategy.init(), config.algorithm, strategy, G, False)[0]
 
@@ -80,7 +82,7 @@ def whole(dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_float32(layout):
     for names in LISTS:
-        c = coefficients(names, a_config())
+        c = coefficients(tuple(names))
         assert distance(whole("float32")(c), compiled(layout, "float32")(c)) < 1e-5, names
 
 
@@ -88,11 +90,11 @@ def test_in_float32(layout):
 def test_in_float64(layout):
     with jax.enable_x64(True):
         for names in LISTS:
-            c = coefficients(names, a_config())
+            c = coefficients(tuple(names))
             c = c._replace(advantage=c.advantage.astype("float64"), weight=c.weight.astype("float64"))
             assert distance(whole("float64")(c), compiled(layout, "float64")(c)) < 1e-10, names
 
 
 def test_the_presets_really_skip():
-    live = {tuple(names): int(coefficients(names, a_config()).live.sum()) for names in LISTS}
+    live = {tuple(names): int(coefficients(tuple(names)).live.sum()) for names in LISTS}
     assert live[()] == 8 and live[("difffilter",)] == 4 and live[("maxvar",)] == 4 and live[("gfpo",)] < 8, live
