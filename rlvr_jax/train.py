@@ -193,7 +193,7 @@ class _Loop:
         parts, config = self.parts, self.config
         distributed.require_equal({"the config": config, "the versions": metric.versions(), "the data": parts.dataset.fingerprint})
         host = self.collector.init()
-        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
+        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic, offload=config.mesh.offload_optimizer)
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
@@ -214,7 +214,7 @@ class _Loop:
             metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
             metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
             parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
-        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
+        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic, offload=config.mesh.offload_optimizer)
         identity = pairing.identity(config, weights_sha256(state.params), parts.dataset.eval)
         if self.first:
             write_json(self.run_dir / pairing.FILE, identity)

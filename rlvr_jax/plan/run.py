@@ -94,7 +94,7 @@ def _work(name: str, config: Config, model: DecoderConfig, programs: Programs, o
     if name == "update":
         need, done = estimate.update_flops(config, model)
         passes = 3 + (config.algorithm.kl_coef > 0) + (config.model.remat != "none")
-        state = 3 * bytes_per_device(programs.state)
+        state = 3 * (bytes_per_device(programs.state) + bytes_per_device(programs.state, on_host=True))
         return estimate.Work(need, done, passes * _chunks(config) * whole + state, sent), 1
     if name == "prefill":
         runs = -(-config.train.prompts_per_step // programs.prefill_rows)
@@ -135,7 +135,7 @@ def _report(config: Config, model: DecoderConfig, goal: Target, programs: Progra
         "params": estimate.parameters(model), "prompt_length": P, "response_length": R, "prompts_per_step": config.train.prompts_per_step,
         "samples_per_prompt": config.rollout.samples_per_prompt, "micro_batch": config.train.micro_batch, "remat": config.model.remat, "slots": programs.slots,
         "tokens_per_step": rows * (P + R), "fits": gib(fullest) <= chip.usable_gib, "gib_per_device": gib(fullest), "hbm_gib": chip.hbm_gib,
-        "usable_gib": chip.usable_gib, "free_gib": round(chip.usable_gib - fullest / GIB, 3), "memory": {k: gib(v) for k, v in vars(held).items()},
+        "host_copies_gib": gib(2 * config.train.updates_per_batch * held.optimizer_on_host), "usable_gib": chip.usable_gib, "free_gib": round(chip.usable_gib - fullest / GIB, 3), "memory": {k: gib(v) for k, v in vars(held).items()},
         "programs": shown, "collectives": sorted(listed, key=lambda c: -c["bytes"] * c["times"]), "model_flops": flops,
         "estimated_step_seconds": [round(low, 2), round(high, 2)],
         "suggested_micro_batch": memory.suggest_micro_batch(config, model, m.data * m.fsdp, m.tensor, free) if "update" in phases else None}
