@@ -38,15 +38,10 @@ CONFIG: dict[str, Any] = {
              "mixer": {"name": "dump_ucb", "warmup_steps": 2, "update_every": 1}},
     # A model of random weights hardly ever says its end token: letters end its answers, so that they are ragged.
     "rollout": {"samples_per_prompt": G, "max_new_tokens": NEW, "slots": 16, "stop": list("aeiou0123456789")},
-    "rewards": [{"recorded:third": 1.0}], "strategies": ["maxvar", "softmax", "recorded:witness"], "replay": {"capacity": 3},
+    "rewards": [{"processes:third": 1.0}], "strategies": ["maxvar", "softmax", "recorded:witness"], "replay": {"capacity": 3},
     "optimizer": {"learning_rate": 3e-4}, "pool": {"workers": 1}, "eval": {"prompts_per_domain": 0},
     "train": {"steps": STEPS, "prompts_per_step": N, "micro_batch": 8, "save_every": 100}}
 Kept = list[tuple[list[list[int]], Rollout]]
-
-
-def third(text: str, answer: object, **fields: object) -> float:
-    """A reward that random answers get now and then, and that whole groups often miss: then replay has something to fill."""
-    return float(len(text) % 3 == 0)
 
 
 def witness() -> Strategy:

@@ -56,7 +56,7 @@ def test_the_same_weights_with_moments_on_the_host_and_a_checkpoint_moves_them(m
 def test_a_backend_without_pinned_memory_is_told_in_one_line():
     check_host_memory(make_mesh())
     device = types.SimpleNamespace(platform="abacus", addressable_memories=lambda: [types.SimpleNamespace(kind="device")])
-    with pytest.raises(ValueError, match="^mesh.offload_optimizer: abacus devices have no memory 'pinned_host', only device; set it to false$"):
+    with pytest.raises(ValueError, match=r"^mesh\.offload_optimizer: abacus devices have no memory 'pinned_host', only device; set it to false$"):
         check_host_memory(types.SimpleNamespace(devices=np.array([[[device]]])))
 
 
