@@ -15,7 +15,7 @@ from rlvr_jax.models.hf_config import end_ids, load_config, read_json
 from rlvr_jax.plan import estimate, hlo, memory
 from rlvr_jax.plan.programs import Programs, build, bytes_per_device
 from rlvr_jax.plan.targets import Target, target
-from rlvr_jax.sharding import make_mesh
+from rlvr_jax.sharding import check_host_memory, make_mesh
 from rlvr_jax.state import check_model_divides
 
 PROGRAMS = ("update", "prefill", "decode")
@@ -40,7 +40,7 @@ def plan(config: Config, topology: str, *, quick: bool = False, only: Sequence[s
       tell: called with a line before each long thing.
 
     Raises:
-      ValueError: no such topology; a mesh, model or batch that does not divide.
+      ValueError: no such topology; a mesh, model or batch that does not divide; no host memory for the optimizer.
       RuntimeError: no compiler for it.
     """
     tell = tell or (lambda line: None)
@@ -52,6 +52,8 @@ def plan(config: Config, topology: str, *, quick: bool = False, only: Sequence[s
         raise ValueError(f"mesh {m.data}x{m.fsdp}x{m.tensor} is {ways} devices, '{topology}' has {len(goal.devices)}; set mesh.data, mesh.fsdp and mesh.tensor")
     mesh = make_mesh(m.data, m.fsdp, m.tensor, devices=goal.devices)
     check_model_divides(model, mesh)
+    if m.offload_optimizer:
+        check_host_memory(mesh)
     programs = build(config, model, ends, mesh, goal.chip.platform)
     found = {name: _compile(name, programs, config, model, goal, tell) for name in PROGRAMS if name in only}
     return _report(config, model, goal, programs, found, topology)
