@@ -34,7 +34,7 @@ from rlvr_jax.types import Rollout
 STEPS, N, G, NEW = 20, 4, 4, 24
 CONFIG: dict[str, Any] = {
     "data": {"domains": {"sums": {"task": "arithmetic", "task_args": {"digits": [1, 2], "ops": "+"}},
-                         "knights": {"task": "knights", "task_args": {"people": [2, 2]}}}, "max_prompt_length": 32,
+                         "differences": {"task": "arithmetic", "task_args": {"digits": [1, 2], "ops": "-"}}}, "max_prompt_length": 32,
              "mixer": {"name": "dump_ucb", "warmup_steps": 2, "update_every": 1}},
     # A model of random weights hardly ever says its end token: letters end its answers, so that they are ragged.
     "rollout": {"samples_per_prompt": G, "max_new_tokens": NEW, "slots": 16, "stop": list("aeiou0123456789")},
@@ -46,7 +46,11 @@ Kept = list[tuple[list[list[int]], Rollout]]
 
 def witness() -> Strategy:
     """Weighs nothing; remembers, step by step, which rows those before it have left."""
-    return Strategy(init=lambda: jnp.zeros((STEPS, N, G), bool), apply=lambda state, s: (s.valid.astype(jnp.float32), state.at[s.step].set(s.valid)))
+    def apply(state, s):
+        n, g = s.valid.shape  # strategies are tried on batches of other sizes before the first step
+        return s.valid.astype(jnp.float32), state.at[s.step, :n, :g].set(s.valid)
+
+    return Strategy(init=lambda: jnp.zeros((STEPS, N, G), bool), apply=apply)
 
 
 def write(folder: Path) -> Path:
