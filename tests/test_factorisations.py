@@ -68,13 +68,24 @@ def test_the_run_has_everything_in_it(one):
     assert sum(abs(r["update/loss"]) > 1e-3 for r in of) > R.STEPS / 2
 
 
+@pytest.fixture(scope="module")
+def programs():
+    """By mesh: what one run on it has compiled, the next one takes."""
+    return {mesh: {} for mesh in MESHES}
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
-def test_eight_devices_train_as_one_does(one, tmp_path, mesh):
+def test_eight_devices_train_as_one_does(one, programs, tmp_path, mesh):
     folder, config, rollouts = one
-    programs = {}
-    R.run(config, tmp_path / "played", mesh, rollouts, programs)
+    R.run(config, tmp_path / "played", mesh, rollouts, programs[mesh])
     same_run(config, folder / "alone", tmp_path / "played")
-    own = R.run(config, tmp_path / "own", mesh, programs=programs)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
+def test_eight_devices_sample_as_one_does(one, programs, tmp_path, mesh):
+    """The first step; how long it stays so, no one can promise."""
+    folder, config, rollouts = one
+    own = R.run(config, tmp_path / "own", mesh, programs=programs[mesh])
     first, theirs = own[0][1], rollouts[0][1]
     assert own[0][0] == rollouts[0][0] and prompts(tmp_path / "own")[0] == prompts(folder / "alone")[0]
     jax.tree.map(np.testing.assert_array_equal, (first.tokens, first.response_length), (theirs.tokens, theirs.response_length))
@@ -82,7 +93,7 @@ def test_eight_devices_train_as_one_does(one, tmp_path, mesh):
     for name, value in records(tmp_path / "own")[0].items():
         assert value == pytest.approx(records(folder / "alone")[0][name], rel=1e-4, abs=1e-4), name
     parted = next((i + 1 for i, (a, b) in enumerate(zip(own, rollouts)) if a[0] != b[0] or not np.array_equal(a[1].tokens, b[1].tokens)), None)
-    print("own rollouts:", f"step {parted} is the first that differs" if parted else f"all {R.STEPS} steps the same")
+    print(f"\n{mesh}, own rollouts:", f"step {parted} is the first that differs" if parted else f"all {R.STEPS} steps the same")
 
 
 def test_two_processes_train_as_one_device_does(one, tmp_path):
