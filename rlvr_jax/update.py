@@ -105,7 +105,7 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, strategy_state=strategy_state, critic=of_critic), metrics
 
 
-def _moments_to(space: jax.memory.Space, opt_state: Any) -> Any:
+def _moments_to(space: Any, opt_state: Any) -> Any:
     """All but its counters, which stay on the device."""
     return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, opt_state)
 
