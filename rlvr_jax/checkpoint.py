@@ -202,7 +202,7 @@ def restore_params(parts: "Parts", which: str) -> Any:
     if step is None or step not in steps:
         raise ConfigError(f"no checkpoint '{which}' in {folder}; there are {sorted(steps) or 'none'} (best, last or a step)")
     strategy = strategy_room.build(list(config.strategies))
-    abstract = abstract_state(parts.model, policy_optimizer(config), strategy, parts.mesh, make_critic(config, parts.model))
+    abstract = abstract_state(parts.model, policy_optimizer(config), strategy, parts.mesh, make_critic(config, parts.model), offload=config.mesh.offload_optimizer)
     got = checkpoints.restore(abstract, {}, step)
     checkpoints.close()
     assert got is not None

@@ -366,6 +366,9 @@ class Mesh(Strict):
     data: int = pydantic.Field(1, ge=1)
     fsdp: int = pydantic.Field(1, ge=1)
     tensor: int = pydantic.Field(1, ge=1)
+    offload_optimizer: bool = False
+    """Keep Adam's moments in the host's memory and bring them over for the optimizer step alone: 8 bytes a parameter less on the
+    devices while sampling and while gradients are summed, for two copies a step. Same weights. Needs a backend with pinned host memory."""
 
 
 class Sft(Strict):

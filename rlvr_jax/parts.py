@@ -21,7 +21,7 @@ from rlvr_jax.rewards import pool as pools
 from rlvr_jax.rewards import registry
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine, length_buckets
-from rlvr_jax.sharding import make_mesh
+from rlvr_jax.sharding import check_host_memory, make_mesh
 from rlvr_jax.state import check_model_divides
 from rlvr_jax.strategies import mix
 
@@ -117,6 +117,8 @@ def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[A
     """
     try:
         mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        if config.mesh.offload_optimizer:
+            check_host_memory(mesh)
     except ValueError as e:
         raise ConfigError(str(e)) from None
     folder = model_folder(config)

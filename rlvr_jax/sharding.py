@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MESH_AXES = ("data", "fsdp", "tensor")
+HOST = "pinned_host"
 
 # Rows of a batch go over both data-like axes; a weight is split over fsdp along its width and over tensor along
 # heads, ffn or vocabulary. 'layers' is never split: the scan walks it.
@@ -90,6 +91,21 @@ def check_divides(mesh: Mesh, sizes: Mapping[str, tuple[str, int]]) -> None:
         if size % mesh.shape[name]:
             fits = [n for n in range(1, 65) if size % n == 0 and mesh.size % n == 0]
             raise ValueError(f"mesh.{name}: {mesh.shape[name]} does not divide the model's {size} {what}; of {mesh.size} devices it may be {', '.join(map(str, fits))}")
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """
+    Raises:
+      ValueError: the devices cannot work on arrays in pinned memory of their host.
+    """
+    device = mesh.devices.flat[0]
+    kinds = sorted(m.kind for m in device.addressable_memories())
+    if HOST not in kinds:
+        raise ValueError(f"mesh.offload_optimizer: {device.platform} devices have no memory '{HOST}', only {', '.join(kinds) or 'their own'}; set it to false")
+
+
+def in_host_memory(sharding: NamedSharding) -> NamedSharding:
+    return sharding.with_memory_kind(HOST)
 
 
 def ways(axis: str) -> int:

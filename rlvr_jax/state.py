@@ -13,7 +13,7 @@ from jax.experimental.multihost_utils import process_allgather
 from rlvr_jax.config import Config
 from rlvr_jax.config import Optimizer as OptimizerConfig
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, param_axes
-from rlvr_jax.sharding import check_divides, named, shardings
+from rlvr_jax.sharding import check_divides, in_host_memory, named, shardings
 from rlvr_jax.types import TrainState
 
 PIECE_BYTES = 1 << 28
@@ -53,13 +53,14 @@ def check_model_divides(model: DecoderConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def init_state(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,
-               critic: Any = None) -> TrainState:
+               critic: Any = None, *, offload: bool = False) -> TrainState:
     """A state whose optimizer moments are laid out like the parameters; nothing exists unsharded.
 
     Args:
       critic: a :class:`rlvr_jax.critic.Critic`, or None.
+      offload: the policy's moments lie in the host's memory (``mesh.offload_optimizer``).
     """
-    out = state_shardings(jax.eval_shape(lambda p: p, params), model, optimizer, strategy, mesh, critic)
+    out = state_shardings(jax.eval_shape(lambda p: p, params), model, optimizer, strategy, mesh, critic, offload=offload)
     make = jax.jit(lambda p: (optimizer.init(p), strategy.init(), jnp.zeros((), jnp.int32), _init(critic)),
                    out_shardings=(out.opt_state, out.strategy_state, out.step, out.critic))
     opt_state, strategy_state, step, of_critic = make(params)
@@ -71,23 +72,23 @@ def _init(critic: Any) -> Any:
 
 
 def state_shardings(params: Any, model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,
-                    critic: Any = None) -> TrainState:
+                    critic: Any = None, *, offload: bool = False) -> TrainState:
     """A TrainState of shardings for parameters of these shapes. A value head is small and whole on every device."""
     of_params, whole = shardings(mesh, param_axes(model), params), named(mesh)
     opt_shape = jax.eval_shape(optimizer.init, params)
-    of_opt = optax.tree_utils.tree_map_params(optimizer, lambda _, s: s, opt_shape, of_params, transform_non_params=lambda _: whole)
+    of_opt = optax.tree_utils.tree_map_params(optimizer, lambda _, s: in_host_memory(s) if offload else s, opt_shape, of_params, transform_non_params=lambda _: whole)
     return TrainState(step=whole, params=of_params, opt_state=of_opt,  # type: ignore[arg-type]  # a tree of shardings
                       strategy_state=jax.tree.map(lambda _: whole, jax.eval_shape(strategy.init)),
                       critic=jax.tree.map(lambda _: whole, jax.eval_shape(lambda: _init(critic))))
 
 
 def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation, strategy: Any, mesh: jax.sharding.Mesh,
-                   critic: Any = None) -> TrainState:
+                   critic: Any = None, *, offload: bool = False) -> TrainState:
     """The state's shapes with the shardings they are restored to."""
     params = abstract_params(model)
     shapes = TrainState(step=jax.eval_shape(lambda: jnp.zeros((), np.int32)), params=params, opt_state=jax.eval_shape(optimizer.init, params),
                         strategy_state=jax.eval_shape(strategy.init), critic=jax.eval_shape(lambda: _init(critic)))
-    where = state_shardings(params, model, optimizer, strategy, mesh, critic)
+    where = state_shardings(params, model, optimizer, strategy, mesh, critic, offload=offload)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
 

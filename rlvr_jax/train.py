@@ -193,7 +193,7 @@ class _Loop:
         parts, config = self.parts, self.config
         distributed.require_equal({"the config": config, "the versions": metric.versions(), "the data": parts.dataset.fingerprint})
         host = self.collector.init()
-        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
+        abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic, offload=config.mesh.offload_optimizer)
         saved = self.checkpoints.record()
         if saved is not None:
             refuse_changes(saved["config"], config)
@@ -214,7 +214,7 @@ class _Loop:
             metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
             metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
             parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
-        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
+        state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic, offload=config.mesh.offload_optimizer)
         identity = pairing.identity(config, weights_sha256(state.params), parts.dataset.eval)
         if self.first:
             write_json(self.run_dir / pairing.FILE, identity)
@@ -238,7 +238,8 @@ class _Loop:
         if record.step % config.train.samples_every == 0 or record.step == 1:
             writer.write_samples(record.step, observe.samples(got.generated.rows, got.generated.texts, got.generated.reward, got.generated.valid))
         values = got.values | {f"time/{name}": s for name, s in got.seconds.items()} | {f"verify/{k}": v for k, v in self.parts.judge.counters.items()}
-        return state, got.host, values | {"sums": sums, "clock": clock}
+        # Written a step late: what the record has counted by then is one step more.
+        return state, got.host, values | {"tokens/generated_total": record.generated_tokens, "sums": sums, "clock": clock}
 
     def _write(self, writer: metric.Writer, progress: metric.Progress, record: Record, step: int, values: dict[str, Any]) -> None:
         sums, clock = values.pop("sums"), values.pop("clock")
@@ -248,7 +249,7 @@ class _Loop:
         values |= metric.means(sums)
         record.updated_tokens += int(values["tokens/updated"])
         values |= {"time/update": clock[2] - clock[1], "time/step": clock[2] - clock[0], "tokens_per_second": values["tokens/generated"] / (clock[2] - clock[0]),
-                   "tokens/generated_total": record.generated_tokens, "tokens/updated_total": record.updated_tokens, "compiles": self.compiles.count}
+                   "tokens/updated_total": record.updated_tokens, "compiles": self.compiles.count}
         writer.write(step, values)
         progress.update(step, values)
         self._refuse_barren(progress, record, step, values)

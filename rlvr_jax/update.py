@@ -38,7 +38,7 @@ def make_update(model: DecoderConfig, config: Config, strategy: Any, optimizer: 
     """
     critic = make_critic(config, model)
     # The state leaves with the shardings it came with: were they the compiler's choice, the second step would compile anew.
-    where = state_shardings(abstract_params(model), model, optimizer, strategy, mesh, critic)
+    where = state_shardings(abstract_params(model), model, optimizer, strategy, mesh, critic, offload=config.mesh.offload_optimizer)
     jitted = jax.jit(lambda s, b, k, r: _update(s, b, k, r, model=model, config=config, strategy=strategy, optimizer=optimizer, critic=critic),
                      donate_argnums=0, out_shardings=(where, named(mesh)))
 
@@ -87,9 +87,12 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
         if critic is not None:
             of_critic = critic.step(of_critic, value_grads, finite & jnp.any(plan.live & rows))
         ok = any_live & finite & learns
-        updates, new_opt = optimizer.update(grads, opt_state, params)
+        held = _moments_to(jax.memory.Space.Device, opt_state) if config.mesh.offload_optimizer else opt_state
+        updates, new_opt = optimizer.update(grads, held, params)
         keep = lambda new, prev: jnp.where(ok, new, prev)  # noqa: E731
-        params, opt_state = jax.tree.map(keep, (optax.apply_updates(params, updates), new_opt), (params, opt_state))
+        params, opt_state = jax.tree.map(keep, (optax.apply_updates(params, updates), new_opt), (params, held))
+        if config.mesh.offload_optimizer:
+            opt_state = _moments_to(jax.memory.Space.Host, opt_state)
         empty, broken = jnp.float32(~any_live & sound), jnp.float32(any_live & ~finite | ~sound)
         stats["update/grad_norm"] = (jnp.where(ok, norm, 0.0), jnp.float32(ok))
         return (params, opt_state, of_critic, (skipped[0] + empty, skipped[1] + broken)), stats
@@ -100,6 +103,11 @@ def _update(state: TrainState, batch: UpdateBatch, key: Array, ref_params: Any, 
     metrics["update/skipped_empty"] = (empty, jnp.float32(1))
     metrics["update/skipped_nonfinite"] = (broken, jnp.float32(1))
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, strategy_state=strategy_state, critic=of_critic), metrics
+
+
+def _moments_to(space: Any, opt_state: Any) -> Any:
+    """All but its counters, which stay on the device."""
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, opt_state)
 
 
 def gradients(params: Any, batch: UpdateBatch, plan: Coefficients, rows: Array, old: Array | None, ref_params: Any, model: DecoderConfig,

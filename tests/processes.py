@@ -25,6 +25,11 @@ SMALL: dict[str, Any] = {
     "eval": {"prompts_per_domain": 3, "batch_prompts": 3}}
 
 
+def third(text: str, answer: object, **fields: object) -> float:
+    """A reward that random answers get now and then, and that whole groups often miss: then replay has something to fill."""
+    return float(len(text) % 3 == 0)
+
+
 def write(folder: Path, **changes: Any) -> Path:
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump({**SMALL, **changes}))
@@ -38,13 +43,14 @@ def environment(devices: int, cache: Path) -> dict[str, str]:
                   "RLVR_HEARTBEAT_SECONDS": "900"}  # a busy machine may stop a test for minutes
 
 
-def start(arguments: Sequence[str], env: dict[str, str], processes: int = 1, log: Path | None = None) -> list[subprocess.Popen[str]]:
-    """The command in each process; stderr goes to ``log`` + number where it is given."""
+def start(arguments: Sequence[str], env: dict[str, str], processes: int = 1, log: Path | None = None,
+          program: Sequence[str] = ("-m", "rlvr_jax.cli")) -> list[subprocess.Popen[str]]:
+    """The command (or another ``program`` of Python's) in each process; stderr goes to ``log`` + number where it is given."""
     address, out = f"localhost:{port()}", []
     for i in range(processes):
         more = ["--coordinator", address, "--num-processes", str(processes), "--process-id", str(i)] if processes > 1 else []
         with Path(os.devnull if log is None else f"{log}{i}").open("w") as file:
-            out.append(subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", *arguments, *more], env=env, cwd=ROOT, stdout=subprocess.PIPE,
+            out.append(subprocess.Popen([sys.executable, *program, *arguments, *more], env=env, cwd=ROOT, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE if log is None else file, text=True))
     return out
 

@@ -168,7 +168,7 @@ def a_config(**sections):
 
 
 def test_phases_add_up_what_is_there_at_the_same_time():
-    held = memory.Held(parameters=10, optimizer=20, reference=5, sampler_weights=7, cache=100, smaller_cache=50, prompts=30, prompt_batch=3)
+    held = memory.Held(parameters=10, optimizer=20, optimizer_on_host=40, reference=5, sampler_weights=7, cache=100, smaller_cache=50, prompts=30, prompt_batch=3)
     sizes = {"update": memory.Sizes(40, 2, 60), "prefill": memory.Sizes(0, 4, 25), "decode": memory.Sizes(0, 1, 8)}
     assert memory.phases(held, sizes) == {"update": 102, "prefill": 42 + 30 + 4 + 25, "decode": 42 + 100 + 50}
     assert memory.phases(held, {"decode": memory.Sizes(0, 1, 80)}) == {"decode": 42 + 100 + 3 + 81}

@@ -51,6 +51,20 @@ def test_more_of_the_same_chips_cost_no_more_each():
     assert large["programs"]["update"]["sent_gib"] <= 1.15 * small["programs"]["update"]["sent_gib"]
 
 
+def test_moments_on_the_host_are_not_in_the_device_s_memory():
+    """The update brings them over: at its fullest it may hold as much as before, every other phase holds 8 bytes a parameter less."""
+    needs_compiler("v5e:2x2")
+    changes = ["mesh.fsdp=4", "train.micro_batch=4", "model.remat=full"]
+    plain, moved = (plan(C.load(CONFIGS / "single_gpu/qwen2_5_0_5b_24gb.yaml", [*changes, *more]), "v5e:2x2", quick=True, only=("update",)) for more in ([], ["mesh.offload_optimizer=true"]))
+    for found in (plain, moved):
+        print({k: found["memory"][k] for k in ("parameters", "optimizer", "optimizer_on_host")}, found["programs"]["update"])
+    assert moved["memory"]["optimizer"] < 0.001 and moved["memory"]["optimizer_on_host"] == plain["memory"]["optimizer"]
+    freed = plain["programs"]["update"]["argument_gib"] - moved["programs"]["update"]["argument_gib"]
+    assert freed == pytest.approx(moved["memory"]["optimizer_on_host"], rel=0.05)
+    assert moved["programs"]["update"]["gib"] < plain["programs"]["update"]["gib"] + 0.05 * moved["memory"]["optimizer_on_host"]
+    assert moved["host_copies_gib"] == pytest.approx(2 * moved["memory"]["optimizer_on_host"], abs=0.002) and "optimizer on the host" in text(moved)
+
+
 def test_a_batch_too_large_is_told_with_how_much():
     needs_compiler("v5e:2x2")
     config = C.load(CONFIGS / "single_gpu/qwen2_5_0_5b_24gb.yaml", ["mesh.fsdp=4", "train.micro_batch=128", "model.remat=none"])

@@ -72,6 +72,8 @@ def test_the_run_folder_holds_everything(whole):
     for name in ("reward/mean", "kept/rows", "policy/ratio", "update/grad_norm", "logprob_gap/max", "time/rollout", "replay/effective_fraction", "mix/target/sums"):
         assert name in records[-1], name
     assert records[-1]["logprob_gap/max"] < 1e-4
+    for kind in ("generated", "updated"):  # steps are written late; totals are of their own step all the same
+        assert [r[f"tokens/{kind}_total"] for r in records[1:]] == np.cumsum([r[f"tokens/{kind}"] for r in records[1:]]).tolist()
     C.load(run / "config.yaml")
 
 

@@ -27,10 +27,11 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Arrays of the run, bytes per device."""
+    """Arrays of the run, bytes per device. ``optimizer_on_host`` lies in the host's memory, all others in the device's."""
 
     parameters: int
     optimizer: int
+    optimizer_on_host: int
     reference: int
     sampler_weights: int
     cache: int
@@ -50,6 +51,7 @@ def held(config: Config, model: DecoderConfig, programs: Programs, tensor: int) 
     prompt = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.data.max_prompt_length * item // tensor
     waiting = min(config.train.prompts_per_step, -(-programs.slots // config.rollout.samples_per_prompt))
     return Held(bytes_per_device(programs.state.params), bytes_per_device(programs.state.opt_state),
+                bytes_per_device(programs.state.opt_state, on_host=True),
                 0 if programs.reference is None else bytes_per_device(programs.reference), bytes_per_device(programs.weights),
                 bytes_per_device(programs.cache), 0 if programs.smaller is None else bytes_per_device(programs.smaller),
                 waiting * prompt, programs.prefill_rows * prompt)

@@ -18,7 +18,7 @@ from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine, length_buckets
 from rlvr_jax.rollout.slots import Rows
 from rlvr_jax.rollout.weights import decode_shardings
-from rlvr_jax.sharding import named
+from rlvr_jax.sharding import HOST, named
 from rlvr_jax.state import abstract_state, policy_optimizer
 from rlvr_jax.types import UpdateBatch
 from rlvr_jax.update import make_update
@@ -57,7 +57,7 @@ def build(config: Config, model: DecoderConfig, eos_ids: tuple[int, ...], mesh: 
     """
     strategy = strategies.build(list(config.strategies))
     optimizer = policy_optimizer(config)
-    state = abstract_state(model, optimizer, strategy, mesh, make_critic(config, model))
+    state = abstract_state(model, optimizer, strategy, mesh, make_critic(config, model), offload=config.mesh.offload_optimizer)
     reference = state.params if config.algorithm.kl_coef else None
     engine = sampler(config, model, eos_ids, mesh, platform, entropy=strategy.needs_entropy)
     update = make_update(model, config, strategy, optimizer, mesh)
@@ -123,6 +123,10 @@ def abstract_batch(config: Config, *, entropy: bool) -> UpdateBatch:
                        correct=array(flag, B), truncated=array(flag, B), policy_step=array(i32, B), domain=array(i32, N))
 
 
-def bytes_per_device(tree: Any) -> int:
-    """Of placed abstract arrays, on the device that holds most: their own shapes, no layout padding."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def bytes_per_device(tree: Any, *, on_host: bool = False) -> int:
+    """Of placed abstract arrays, on the device that holds most: their own shapes, no layout padding.
+
+    Args:
+      on_host: count those that lie in the host's memory, and no others.
+    """
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree) if (x.sharding.memory_kind == HOST) == on_host)

@@ -15,7 +15,7 @@ from rlvr_jax.models.hf_config import end_ids, load_config, read_json
 from rlvr_jax.plan import estimate, hlo, memory
 from rlvr_jax.plan.programs import Programs, build, bytes_per_device
 from rlvr_jax.plan.targets import Target, target
-from rlvr_jax.sharding import make_mesh
+from rlvr_jax.sharding import check_host_memory, make_mesh
 from rlvr_jax.state import check_model_divides
 
 PROGRAMS = ("update", "prefill", "decode")
@@ -40,7 +40,7 @@ def plan(config: Config, topology: str, *, quick: bool = False, only: Sequence[s
       tell: called with a line before each long thing.
 
     Raises:
-      ValueError: no such topology; a mesh, model or batch that does not divide.
+      ValueError: no such topology; a mesh, model or batch that does not divide; no host memory for the optimizer.
       RuntimeError: no compiler for it.
     """
     tell = tell or (lambda line: None)
@@ -52,6 +52,8 @@ def plan(config: Config, topology: str, *, quick: bool = False, only: Sequence[s
         raise ValueError(f"mesh {m.data}x{m.fsdp}x{m.tensor} is {ways} devices, '{topology}' has {len(goal.devices)}; set mesh.data, mesh.fsdp and mesh.tensor")
     mesh = make_mesh(m.data, m.fsdp, m.tensor, devices=goal.devices)
     check_model_divides(model, mesh)
+    if m.offload_optimizer:
+        check_host_memory(mesh)
     programs = build(config, model, ends, mesh, goal.chip.platform)
     found = {name: _compile(name, programs, config, model, goal, tell) for name in PROGRAMS if name in only}
     return _report(config, model, goal, programs, found, topology)
@@ -94,7 +96,7 @@ def _work(name: str, config: Config, model: DecoderConfig, programs: Programs, o
     if name == "update":
         need, done = estimate.update_flops(config, model)
         passes = 3 + (config.algorithm.kl_coef > 0) + (config.model.remat != "none")
-        state = 3 * bytes_per_device(programs.state)
+        state = 3 * (bytes_per_device(programs.state) + bytes_per_device(programs.state, on_host=True))
         return estimate.Work(need, done, passes * _chunks(config) * whole + state, sent), 1
     if name == "prefill":
         runs = -(-config.train.prompts_per_step // programs.prefill_rows)
@@ -135,7 +137,7 @@ def _report(config: Config, model: DecoderConfig, goal: Target, programs: Progra
         "params": estimate.parameters(model), "prompt_length": P, "response_length": R, "prompts_per_step": config.train.prompts_per_step,
         "samples_per_prompt": config.rollout.samples_per_prompt, "micro_batch": config.train.micro_batch, "remat": config.model.remat, "slots": programs.slots,
         "tokens_per_step": rows * (P + R), "fits": gib(fullest) <= chip.usable_gib, "gib_per_device": gib(fullest), "hbm_gib": chip.hbm_gib,
-        "usable_gib": chip.usable_gib, "free_gib": round(chip.usable_gib - fullest / GIB, 3), "memory": {k: gib(v) for k, v in vars(held).items()},
+        "host_copies_gib": gib(2 * config.train.updates_per_batch * held.optimizer_on_host), "usable_gib": chip.usable_gib, "free_gib": round(chip.usable_gib - fullest / GIB, 3), "memory": {k: gib(v) for k, v in vars(held).items()},
         "programs": shown, "collectives": sorted(listed, key=lambda c: -c["bytes"] * c["times"]), "model_flops": flops,
         "estimated_step_seconds": [round(low, 2), round(high, 2)],
         "suggested_micro_batch": memory.suggest_micro_batch(config, model, m.data * m.fsdp, m.tensor, free) if "update" in phases else None}

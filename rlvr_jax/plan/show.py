@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-_NAMES = {"parameters": "parameters, float32", "optimizer": "optimizer", "reference": "reference policy", "sampler_weights": "sampler's weights", "cache": "key/value cache",
+_NAMES = {"parameters": "parameters, float32", "optimizer": "optimizer", "optimizer_on_host": "optimizer, on the host", "reference": "reference policy", "sampler_weights": "sampler's weights", "cache": "key/value cache",
           "prompts": "prompts that wait for a slot"}
 
 
@@ -24,6 +24,8 @@ def text(p: dict[str, Any]) -> str:
     low, high = p["estimated_step_seconds"]
     lines += ["", f"estimated step: {low:.1f} s with everything overlapped, {high:.1f} s with nothing, at the chip's peak rates and every row at its full length "
               f"({p['prompt_length']} + {p['response_length']} tokens, {p['prompts_per_step']} x {p['samples_per_prompt']} rows). An estimate, not a measurement."]
+    if p["host_copies_gib"]:
+        lines.append(f"optimizer on the host: {p['host_copies_gib']:.2f} GiB between each device and its host a step, whose time is not in the estimate (data sheets do not say it)")
     micro = p["suggested_micro_batch"]
     if micro is not None and micro != p["micro_batch"]:
         lines.append(f"train.micro_batch {p['micro_batch']}: {micro} may fit better (estimate; plan it)")

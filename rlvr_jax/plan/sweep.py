@@ -42,11 +42,14 @@ def candidates(config: Config, model: DecoderConfig, devices: int) -> Iterator[C
 
 
 def _arrays(config: Config, model: DecoderConfig) -> float:
-    """Bytes per device that no compiler can save: state, gradients twice, activations; or state, sampler's weights and cache."""
+    """Bytes per device that no compiler can save: state, gradients twice, activations; or state, sampler's weights and cache.
+    Moments that the host keeps are there for the optimizer step alone, when activations are gone."""
     m, item = config.mesh, 2 if config.model.compute_dtype == "bfloat16" else 4
     weights = estimate.parameters(model)
-    state = weights * (12 + 4 * (config.algorithm.kl_coef > 0)) / (m.fsdp * m.tensor)
-    update = state + 8 * weights / (m.fsdp * m.tensor) + memory.activations(config, model, config.train.micro_batch / (m.data * m.fsdp), m.tensor)
+    share = weights / (m.fsdp * m.tensor)
+    whole = share * (12 + 4 * (config.algorithm.kl_coef > 0))
+    state = whole - 8 * share * m.offload_optimizer
+    update = max(whole, state + memory.activations(config, model, config.train.micro_batch / (m.data * m.fsdp), m.tensor)) + 8 * share
     slots = config.rollout.slots or 256
     columns = config.data.max_prompt_length + config.rollout.max_new_tokens
     cache = 2 * item * model.num_layers * model.num_kv_heads * model.head_dim * columns * slots / (m.data * m.fsdp * m.tensor)

@@ -36,10 +36,12 @@ class Engine(Protocol):
     Attributes:
       sampling: how it draws.
       version: trainer step of the weights it samples from; every row says so in ``policy_step``.
+      nonfinite_rows: rows that ended because their logits held NaN or inf, over all calls.
     """
 
     sampling: SamplingParams
     version: int
+    nonfinite_rows: int
 
     def update_weights(self, params: Any, version: int) -> None:
         """From now on sample from these weights."""
