@@ -1,6 +1,7 @@
 """``rlvr-jax bench verify``: verdicts a second of the worker pool on answers as models write them."""
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,5 +53,9 @@ def _jobs(kind: str, rows: int, start: int) -> list[Job]:
 
 
 def _cpu_seconds() -> float:
-    children = [int(p) for task in Path("/proc/self/task").glob("*/children") for p in task.read_text().split()]
-    return time.process_time() + sum(process.cpu_seconds(p)[0] for p in children)
+    return time.process_time() + sum(process.cpu_seconds(p)[0] for p in _descendants(os.getpid()))
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [int(p) for task in Path(f"/proc/{pid}/task").glob("*/children") for p in task.read_text().split()]
+    return children + [p for child in children for p in _descendants(child)]
