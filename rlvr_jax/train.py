@@ -195,6 +195,7 @@ class _Loop:
         host = self.collector.init()
         abstract = abstract_state(parts.model, self.optimizer, self.strategy, parts.mesh, self.critic)
         saved = self.checkpoints.record()
+        self._greet(sum(x.size for x in jax.tree.leaves(abstract.params)), saved)
         if saved is not None:
             refuse_changes(saved["config"], config)
             now = pairing.identity(config, None if ref_params is None else weights_sha256(ref_params), parts.dataset.eval)
@@ -219,6 +220,13 @@ class _Loop:
         if self.first:
             write_json(self.run_dir / pairing.FILE, identity)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
+
+    def _greet(self, parameters: int, saved: Mapping[str, Any] | None) -> None:
+        """What there is to see until the first evaluation or step is through."""
+        if self.first:
+            goes_on = f"goes on after step {saved['record']['step']}" if saved else f"{self.config.train.steps} steps"
+            metric.say(f"train: {self.config.model.path}, {metric.count(parameters)} parameters, {jax.device_count()} x {jax.devices()[0].device_kind}, {self.config.run_dir}, {goes_on};"
+                       " reading weights and compiling, so the first evaluation and the first step take longest")
 
     def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer, progress: metric.Progress
               ) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:

@@ -6,11 +6,12 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from rlvr_jax.rewards import process, registry
+from rlvr_jax.rewards.patience import Patience
 from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 
 MAX_START_FAILURES = 3
@@ -18,9 +19,6 @@ _POLL_SECONDS = 0.05
 SLOW_SECONDS = 0.1
 """CPU and idle time after which a row no longer holds up the others: a further worker is started beside it."""
 MAX_EXTRA = 12
-LEAST_SECONDS = 0.5
-"""CPU or idle time that every row has, also one that is taken to hang because others do."""
-OUTLIER = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +38,6 @@ class Job:
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class _Known:
-    """Of a verifier: the longest clocks of a row that came to a verdict, and how many rows of this batch ran out of their whole time."""
-
-    cpu: float = 0.0
-    idle: float = 0.0
-    hung: int = 0
-
-
 class Pool:
     """Worker processes that judge responses, each under a deadline.
 
@@ -57,10 +46,9 @@ class Pool:
     of memory is tried once more in a fresh worker, then becomes unknown; a row that ran out of its time is unknown at once. Workers start at the first job (or
     :meth:`start`), in the background, and import the verifiers named in ``preload`` before they take one.
 
-    Rows that hang cost a batch one deadline, not one each. While rows take long, up to :data:`MAX_EXTRA` further workers take the
-    rest. Of those that compute, the oldest have the cores, as many as there are ``workers``, and the others what is left. When so many
-    rows of a verifier have run out of their whole time, the others are given up with them as soon as they have had :data:`LEAST_SECONDS`
-    and :data:`OUTLIER` times what any row of that verifier took to a verdict. This evidence counts until the pool has nothing to do.
+    Rows that hang cost a batch one deadline, not one each. While rows take long, up to :data:`MAX_EXTRA` further workers take the rest;
+    of those that compute, the oldest have the cores, as many as there are ``workers``, and the others what is left. When so many rows of
+    a verifier have run out of their whole time, the others that take as long are given up with them: see :class:`Patience`.
 
     A callable that cannot be imported by name (lambda, closure, function of a notebook or ``__main__``) is run in the
     calling process when its job is submitted: exceptions are caught, but nothing can stop it if it hangs.
@@ -72,12 +60,12 @@ class Pool:
     def __init__(self, workers: int = 2, cpu_seconds: float = 5.0, wall_seconds: float = 60.0,
                  memory_mb: int = 4096, preload: Sequence[str] = ("math",)) -> None:
         self._preload = tuple(preload)
-        self._size, self._cpu, self._wall, self._memory = workers, cpu_seconds, wall_seconds, memory_mb
+        self._size, self._cpu, self._memory = workers, cpu_seconds, memory_mb
         self.counters: Counter[str] = Counter(
             {k: 0 for k in ("verified", "unknown", "errors", "timeouts", "crashes", "replaced")})
         self._payload: dict[int, bytes] = {}
         self._verifier: dict[int, str] = {}
-        self._known: defaultdict[str, _Known] = defaultdict(_Known)
+        self._patience = Patience(cpu_seconds, wall_seconds, enough=workers)
         self._template: process.Template | None = None
         self._retried: set[int] = set()
         self._queue: deque[int] = deque()
@@ -210,8 +198,7 @@ class Pool:
         # Clocks need polling only while somebody works.
         waiting = all(w.ready and w.job is None for w in workers)
         if waiting:
-            for known in self._known.values():
-                known.hung = 0
+            self._patience.forget()
         arrived = selector.select(None if waiting else _POLL_SECONDS)
         lost: dict[process.Process, tuple[str, str]] = {}
         for key, _ in arrived:
@@ -286,33 +273,24 @@ class Pool:
         worker.tick()
         if not worker.started:  # starting up, or importing the verifier's module
             return f"not ready after {process.START_SECONDS:g} s" if worker.idle > process.START_SECONDS else None
-        cpu, wall, why = self._limits(worker)
+        cpu, wall, why = self._patience.limits(self._verifier[worker.job or 0])
         if worker.cpu > cpu:
             return f"no verdict after {cpu:g} s of CPU time{why}"
         return f"no verdict after {wall:g} s of waiting{why}" if worker.idle > wall else None
-
-    def _limits(self, worker: process.Process) -> tuple[float, float, str]:
-        """Seconds of CPU time and of waiting that the row of a worker has, and why, if not all that there is."""
-        known = self._known[self._verifier[worker.job or 0]]
-        if known.hung < self._size:
-            return self._cpu, self._wall, ""
-        cpu, wall = (min(whole, max(LEAST_SECONDS, round(OUTLIER * longest, 1))) for whole, longest in ((self._cpu, known.cpu), (self._wall, known.idle)))
-        return cpu, wall, f", as others ran out of their {self._cpu:g} s (of waiting: {self._wall:g} s)"
 
     def _learn(self, worker: process.Process) -> None:
         """How long a row took to its verdict; of quick ones it is not looked up."""
         if worker.started and time.monotonic() - worker.began > SLOW_SECONDS:
             worker.tick()
-            known = self._known[self._verifier[worker.job or 0]]
-            known.cpu, known.idle = max(known.cpu, worker.cpu), max(known.idle, worker.idle)
+            self._patience.had_verdict(self._verifier[worker.job or 0], worker.cpu, worker.idle)
 
     def _replace(self, worker: process.Process, counter: str, reason: str) -> None:
         """A worker was lost: its row is tried once more, or unknown if it was before, or if it ran out of time."""
         with self._changed:
             self.counters[counter] += 1
             self.counters["replaced"] += 1
-            if worker.job is not None and (worker.cpu > self._cpu or worker.idle > self._wall):
-                self._known[self._verifier[worker.job]].hung += 1
+            if worker.job is not None:
+                self._patience.ran_out(self._verifier[worker.job], worker.cpu, worker.idle)
             ticket = worker.job
             again = ticket in self._retried
             retry = ticket is not None and not again and not (counter == "timeouts" and worker.started)

@@ -184,8 +184,9 @@ def pack(number: int, verifier: str, text: str, answer: Any, fields: dict[str, A
     return pickle.dumps((number, verifier, text, answer, fields), protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def cpu_seconds(pid: int) -> tuple[float, str]:
-    """CPU seconds of a process so far, and R if any of its threads runs or waits for a core, else S.
+def cpu_seconds(pid: int, ended_too: bool = False) -> tuple[float, str]:
+    """CPU seconds of a process so far (``ended_too``: with those of its children that have ended), and R if any of its threads runs or
+    waits for a core, else S.
 
     (0, S) where /proc is missing (macOS; there the worker's own RLIMIT_CPU holds) or the process is gone.
     """
@@ -194,7 +195,7 @@ def cpu_seconds(pid: int) -> tuple[float, str]:
         states = [_stat(f"/proc/{pid}/task/{t}/stat")[0] for t in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return 0.0, "S"
-    return (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK"), "R" if b"R" in states else "S"
+    return sum(map(int, used[11: 15 if ended_too else 13])) / os.sysconf("SC_CLK_TCK"), "R" if b"R" in states else "S"
 
 
 def _stat(path: str) -> list[bytes]:
