@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from rlvr_jax.rewards import process, registry
-from rlvr_jax.rewards.patience import Patience
+from rlvr_jax.rewards.patience import LEAST_SECONDS, Patience
 from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 
 MAX_START_FAILURES = 3
@@ -225,14 +225,16 @@ class Pool:
     def _wanted(self, workers: list[process.Process]) -> int:
         """One worker more for every row that takes long while others wait."""
         slow = [w for w in workers if w.job is not None and w.started and w.cpu + w.idle > SLOW_SECONDS]
-        for worker in sorted((w for w in slow if w.cpu > SLOW_SECONDS), key=lambda w: w.began)[self._size:]:
+        for worker in sorted((w for w in slow if w.cpu > LEAST_SECONDS), key=lambda w: w.began)[self._size:]:
             if not worker.background:
                 worker.step_back()
         return self._size + min(MAX_EXTRA, len(slow) if self._queue else 0)
 
     def _retire(self, selector: selectors.BaseSelector, workers: list[process.Process]) -> None:
-        free = [w for w in workers if w.job is None]
-        for worker in dict.fromkeys([w for w in free if w.background] + ([] if self._queue else free[: max(0, len(workers) - self._size)])):
+        """Ends idle workers beyond what is wanted, those first that have stepped back, and all of these."""
+        free = [] if self._queue else sorted((w for w in workers if w.job is None), key=lambda w: not w.background)
+        surplus = len(workers) - self._size
+        for worker in [w for i, w in enumerate(free) if w.background or i < surplus]:
             workers.remove(worker)
             selector.unregister(worker.socket)
             worker.kill()
