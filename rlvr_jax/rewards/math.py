@@ -12,7 +12,8 @@ Policies, each a decision that graders differ on:
 * Units, degree signs and text after a number are dropped where one side has none, or one that is not known: 5 cm is 5, and 5 apples
   too. Where both have known ones, the quantities are compared: 5 m is 500 cm, and not 5 cm; 90 minutes are 1.5 hours, 500 cents
   5 dollars (length, mass, time, money, and what is made of them, in :mod:`rlvr_jax.rewards.quantity`); of two kinds (5 kg, 5 km), or
-  without a factor between them (months and days, °C and °F, degrees and radians) they are different. In lists, units must agree.
+  without a factor between them (months and days, °C and °F, degrees and radians) they are different. In lists, units must agree. A unit
+  belongs to the answer in a box, a formula, or with its symbol: of "so 5 grams" outside of one only the number is read.
 * Text that takes a number back ("17 (wrong)") is not dropped. Leading zeros are; ``5 9/4`` is not a mixed number but wrong. Numbers
   in words are numbers.
 * An assignment stands for its value (``x = 11`` is 11) unless both sides name different variables; a chain ``a = b = c``
@@ -89,7 +90,7 @@ def verify(text: str, answer: Any, *, require_box: bool = False, ordered: bool =
         return wrong(f"final answer not read: {reason}")
     try:
         good = any(_same_quantity(g, s, policy, ordered) for g in quantities for s in ((e, unit) for e in _readings(found, said, explicit)))
-        good = good or (all(None in (unit, u) or unit == u for _, u in quantities) and _decimal_comma(answers, golds, found, said))
+        good = good or (not any(quantity.unlike(u, unit) for _, u in quantities) and _decimal_comma(answers, golds, found, said))
     except number.Improper as e:
         return wrong(f"improper mixed number {e}")
     good = good or (not explicit and any(_spoken(text, g) for g in golds))
@@ -153,7 +154,7 @@ def _decimal_comma(answers: Any, golds: list[str], found: str, said: str) -> boo
 def _same_quantity(gold: Quantity, said: Quantity, policy: number.Policy, ordered: bool) -> bool:
     """As :func:`_matches`; where both carry known units, and different ones, after conversion."""
     (expression, unit), (said_expression, said_unit) = gold, said
-    if unit is None or said_unit is None or unit == said_unit:
+    if unit is None or said_unit is None or not quantity.unlike(unit, said_unit):
         return _matches(expression, said_expression, policy, ordered)
     if unit.dimensions != said_unit.dimensions:
         return False

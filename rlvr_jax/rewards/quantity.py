@@ -72,6 +72,12 @@ def read(words: str) -> Unit | None:
     return total
 
 
+def unlike(a: Unit | None, b: Unit | None) -> bool:
+    """Whether both are known, and not the same. Degrees may be those of an angle or of any temperature."""
+    kinds = [{d for d, _ in unit.dimensions} for unit in (a, b) if unit]
+    return a is not None and b is not None and a != b and not ({"degree"} in kinds and any(k & {"celsius", "fahrenheit"} for k in kinds))
+
+
 def of(dropped: Iterable[str]) -> Unit | None:
     """The unit among what was taken off an answer; None if none is known, or several are."""
     known = {unit for words in dropped if (unit := read(words)) is not None}

@@ -8,7 +8,7 @@ _UNIT = ("degrees?|radians?|cm|mm|km|kg|mg|ml|mL|ft|lbs?|mph|kmh|sec|secs|min|mi
 _AFTER = r"(?:(?<=[\d})])|(?<=[a-zA-Z}] ))"
 # A single letter may be a variable: it is a unit only after a number and a space, or with an exponent (1000 m^2).
 _ATTACHED_UNIT = re.compile(
-    rf"{_AFTER}\s*(?:sq(?:uare)?\.?\s+|cubic\s+)?(?<![a-zA-Z\\])(?:{_UNIT})(?:\s*(?:\^\s*\{{?\d\}}?|\d)|/\w+)?\s*$"
+    rf"{_AFTER}\s*(?:sq(?:uare)?\.?\s+|cubic\s+)?(?<![a-zA-Z\\])(?:{_UNIT})(?:\s*(?:\^\s*\{{?\d\}}?|\d)|/\w+|\s+per\s+\w+)?\s*$"
     r"|(?<=[\d})])(?:\s*(?:[ckm]?m|ft|mi)/(?:s|h|hr|sec|min)(?:\s*\^\s*\{?\d\}?)?|\s+[mgshLJNWV]|\s*m(?:\s*\^\s*\{?[23]\}?|[23]))\s*$")
 _TRAILING_WORDS = re.compile(r"(?<=[\d})%])(?:\s+(?!(?:where|if|mod|hundred|thousand|[mbtr]+illion|base)\b)[a-zA-Z]{3,}[.,]?|\s+(?:of|in|to|by|is|at|the|a|an)\b){1,6}\s*$")
 _PARENTHESES = re.compile(r"(?<=[\d})%])\s*\((?:[a-zA-Z]{4,}\s*){1,3}\)\s*$")
