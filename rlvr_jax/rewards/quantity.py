@@ -17,7 +17,7 @@ class Unit(NamedTuple):
 def _names() -> dict[str, Unit]:
     """Spellings; those with capital letters are told apart from small ones (mW, MW), words of four letters and more are not."""
     inch, minute, day, pound = Fraction(254, 10_000), 60, 86_400, Fraction("453.59237")
-    simple: dict[str, tuple[tuple[object, str], ...]] = {
+    simple: dict[str, tuple[tuple[int | Fraction, str], ...]] = {
         "length": ((1, "m meter metre"), (Fraction(1, 10**6), "um micrometer micrometre"), (Fraction(1, 1000), "mm millimeter millimetre"), (Fraction(1, 100), "cm centimeter centimetre"),
                    (1000, "km kilometer kilometre"), (inch, "inch inches"), (12 * inch, "ft foot feet"), (36 * inch, "yd yard"), (63_360 * inch, "mi mile")),
         "mass": ((Fraction(1, 1000), "mg milligram"), (1, "g gram"), (1000, "kg kilogram"), (pound, "lb lbs"), (pound / 16, "oz ounce")),
@@ -29,7 +29,7 @@ def _names() -> dict[str, Unit]:
         "frequency": ((1, "Hz hertz"), (1000, "kHz"), (10**6, "MHz"), (10**9, "GHz")), "energy": ((1, "J joule"), (1000, "kJ")), "force": ((1, "N newton"), (1000, "kN")),
         "power": ((1, "W watt"), (1000, "kW"), (10**6, "MW")), "pressure": ((1, "Pa pascal"), (1000, "kPa")),
     }
-    out = {name: Unit(((dimension, 1),), Fraction(factor)) for dimension, units in simple.items() for factor, names in units for name in names.split()}  # type: ignore[arg-type]
+    out = {name: Unit(((dimension, 1),), Fraction(factor)) for dimension, units in simple.items() for factor, names in units for name in names.split()}
     for name in ("L", "l", "liter", "litre"):
         out[name] = Unit((("length", 3),), Fraction(1, 1000))
     for name in ("mL", "ml", "milliliter", "millilitre"):
