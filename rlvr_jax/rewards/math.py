@@ -249,5 +249,7 @@ def _config() -> Any:
 
 
 def warm_up() -> None:
-    """Imports and builds what the first call needs (the grammar takes a second)."""
-    verify(r"\boxed{\frac{x}{2} + 1}", "1 + x/2")
+    """Imports and builds what the first calls need: the grammar takes a second, and learns each of its shapes once."""
+    for gold, said in (("1 + x/2", r"\frac{x}{2} + 1"), (r"2\sqrt{3}", r"3\sqrt{2}"), ("(1, 2)", "(1, 3)"), ("x^2 + 2x + 1", "x^2 + 2x"), ("[1, 2)", "[1, 3)"),
+                       (r"\frac{1+\sqrt{2}}{3}", r"2\pi")):
+        verify(rf"\boxed{{{said}}}", gold)

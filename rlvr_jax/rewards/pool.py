@@ -17,7 +17,8 @@ from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 MAX_START_FAILURES = 3
 _POLL_SECONDS = 0.05
 SLOW_SECONDS = 0.1
-"""CPU and idle time after which a row no longer holds up the others: a further worker is started beside it."""
+"""Idle time after which a row no longer holds up the others: a further worker is started beside it. Of CPU time it is
+:data:`~rlvr_jax.rewards.patience.LEAST_SECONDS`: more workers make no more cores."""
 MAX_EXTRA = 12
 
 
@@ -224,7 +225,7 @@ class Pool:
 
     def _wanted(self, workers: list[process.Process]) -> int:
         """One worker more for every row that takes long while others wait."""
-        slow = [w for w in workers if w.job is not None and w.started and w.cpu + w.idle > SLOW_SECONDS]
+        slow = [w for w in workers if w.job is not None and w.started and (w.cpu > LEAST_SECONDS or w.idle > SLOW_SECONDS)]
         for worker in sorted((w for w in slow if w.cpu > LEAST_SECONDS), key=lambda w: w.began)[self._size:]:
             if not worker.background:
                 worker.step_back()
