@@ -53,7 +53,7 @@ def benchmark(config: Config, checkpoint: str | None = None, programs: dict[Any,
         identity = _identity(parts, weights_sha256(params))
         name = "_".join(re.findall(r"[\w.-]+", f"checkpoint-{checkpoint}" if checkpoint else Path(config.model.path).name)) or "model"
         where = remote.join(str(config.run_dir), f"eval/{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}")
-        with only_one(where, distributed.first()) as folder:
+        with only_one(where, distributed.first(), "evaluates") as folder:
             found = _answer(parts, params, folder.local)
             results = {"model": config.model.path, "checkpoint": checkpoint, "folder": where, **identity, **_results(parts, found)}
             if distributed.first():

@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p = command("strategies", _strategies, "data strategies: what they do, their parameters, their sources")
     p.add_argument("name", nargs="?", help="only this one")
-    p = command("verify", _verify, "score rows {task, gold, answer}: a verifier, the right answer, the model's text; one verdict a line, in order")
+    p = command("verify", _verify, "score rows {task, gold, answer}: a verifier, the right answer, the model's text; one verdict a line, in order. "
+                "Exit code 2 if a line could not be used (it gets the verdict unknown), else 0, whatever the verdicts")
     p.add_argument("file", help="JSONL file, or - for stdin; task: math, countdown (with numbers and target for gold), knights, choice, format, or module:function")
     p.add_argument("--workers", type=int, default=2, help="processes that judge")
     p.add_argument("--seconds", type=float, default=5.0, help="CPU time per verdict")
@@ -170,7 +171,7 @@ def _compare_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--shard", metavar="i/n", help="make only every n-th pair's runs, from i on; results are merged from the folders")
     p.add_argument("--workers", type=int, metavar="N", help="processes that train at once")
     p.add_argument("--run-dir", metavar="FOLDER", help="runs and results (default: runs/CONFIG)")
-    p.add_argument("--report-only", action="store_true", help="train nothing; report on the runs that are there")
+    p.add_argument("--report-only", action="store_true", help="train nothing; report on the runs that are there (exit code 2 while some are missing)")
     t = p.add_argument_group("a table of finished runs instead")
     t.add_argument("--from", dest="table", metavar="FILE.csv", help="one row a run, with a header")
     t.add_argument("--arm", metavar="COLUMN", help="what is compared, e.g. method")
@@ -313,15 +314,19 @@ def _strategies(args: argparse.Namespace) -> None:
         console.print(f"    {e.doc}  ({e.source})", markup=False, highlight=False)
 
 
-def _verify(args: argparse.Namespace) -> None:
+def _verify(args: argparse.Namespace) -> int:
     from rlvr_jax.config import Pool
     from rlvr_jax.rewards import verify_file
 
     counts: dict[str, int] = {}
-    for verdict in verify_file(args.file, Pool(workers=args.workers, cpu_seconds=args.seconds)):
+    broken: list[str] = []
+    for verdict in verify_file(args.file, Pool(workers=args.workers, cpu_seconds=args.seconds), broken.append):
         print(json.dumps(verdict), flush=True)
         counts[verdict["status"]] = counts.get(verdict["status"], 0) + 1
     print(f"{sum(counts.values())} rows: {', '.join(f'{n} {status}' for status, n in counts.items())}", file=sys.stderr)
+    if broken:
+        print(f"rlvr-jax verify: {len(broken)} of them could not be used, the first: {broken[0]}", file=sys.stderr)
+    return exit_codes.MEND if broken else 0
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -361,12 +366,13 @@ def _compare_runs(args: argparse.Namespace) -> int:
     told = command.run(plan, shard=args.shard, train=not args.report_only, workers=args.workers)
     if told.comparison is not None:
         print(plain(told.comparison), f"\n{told.report}", sep="\n")
-    for line in [*command.problems(told.found), command.unfinished(told.found)]:
+    unfinished = command.unfinished(told.found)
+    for line in [*command.problems(told.found), f"{unfinished}; without --report-only they are made" if unfinished and args.report_only else unfinished]:
         if line:
             print(f"rlvr-jax compare: {line}", file=sys.stderr)
     if told.stopped:
         return exit_codes.STOPPED
-    return exit_codes.MEND if told.found.failed or told.found.refused else 0
+    return exit_codes.MEND if told.found.failed or told.found.refused or (args.report_only and told.found.missing) else 0
 
 
 def _compare_table(args: argparse.Namespace) -> None:

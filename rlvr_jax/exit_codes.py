@@ -4,7 +4,8 @@
 """
 
 MEND = 2
-"""A person has to mend something (config, data, model): starting again would fail again."""
+"""A person has to mend something (config, data, model): starting again would fail again. Also where a result was given that is not
+whole: ``verify`` with lines that could not be used, ``compare`` with failed or refused runs, ``compare --report-only`` with missing ones."""
 LOST = 69
 """EX_UNAVAILABLE: a step took longer than its limit, or another process or the network was lost. Start again: all
 processes go on from the last checkpoint."""

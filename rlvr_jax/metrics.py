@@ -25,7 +25,7 @@ Fields = tuple[tuple[str, str, str], ...]
 # (label, metric name, format) of what the progress display shows beside step and ETA.
 TRAIN_FIELDS: Fields = (
     ("reward", "reward/mean", ".3f"),
-    ("kept", "kept/rows", ".0%"),
+    ("trained", "update/live_rows", ".0%"),  # rows that were in the update: not those of zero advantage, nor those that a strategy dropped
     ("length", "response/length_mean", ".0f"),
     ("tokens/s", "tokens_per_second", ",.0f"),
 )
@@ -176,9 +176,8 @@ class Progress:
         self.enabled = enabled
         self._bar: Any = None
         self._values: dict[str, Any] = {}
-        self._last_line = -math.inf
-        self._times: deque[tuple[float, int]] = deque([(time.monotonic(), start)], maxlen=32)
-        self._warm = False
+        self._last_line, self._last_step = -math.inf, -1
+        self._times: deque[tuple[float, int]] = deque(maxlen=32)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and self.enabled:
@@ -198,20 +197,19 @@ class Progress:
             with contextlib.suppress(OSError):
                 self._bar.stop()
 
-    def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """Shows that ``step`` is done. Values absent now (metrics come a step late) keep their last display."""
-        self.step = step
+    def update(self, step: int, values: Mapping[str, Any] | None = None, news: bool = False) -> None:
+        """Shows that ``step`` is done. Values absent now (metrics come a step late) keep their last display. ``news``: a line, whenever the
+        last one was."""
+        moved, self.step = step > self.step, step
         self._values.update({name: value for name, value in (values or {}).items() if value is not None})
         now = time.monotonic()
-        self._times.append((now, step))
-        if len(self._times) == 3 and not self._warm:
-            self._times.popleft()  # the first interval holds the compilation
-            self._warm = True
+        if moved:  # the time before the first step holds the compilation, and is in no rate
+            self._times.append((now, step))
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.update(self._task, completed=step, shown=self.shown(), eta=self.eta())
-        elif step >= self.total or now - self._last_line >= self.seconds:
-            self._last_line = now
+        elif news or step >= self.total > self._last_step or now - self._last_line >= self.seconds:
+            self._last_line, self._last_step = now, step
             self.log("  ".join(filter(None, (f"{self.description} {step}/{self.total}", self.shown(), f"ETA {self.eta()}"))))
 
     def log(self, text: str, urgent: bool = False) -> None:
@@ -226,12 +224,27 @@ class Progress:
                          for label, name, form in self.fields)
 
     def eta(self) -> str:
-        """Time left at the rate of the last steps, ``h:mm:ss``; '-' before there is a rate."""
-        (t0, step0), (t1, step1) = self._times[0], self._times[-1]
-        if step1 <= step0:
+        """Time left at the rate of the last steps, ``h:mm:ss``; '-' before there is a rate: two steps, or one where it is the last."""
+        if self.step >= self.total:
+            return "0:00:00"
+        if len(self._times) < 2:
             return "-"
+        (t0, step0), (t1, step1) = self._times[0], self._times[-1]
         left = round((self.total - step1) * (t1 - t0) / (step1 - step0))
         return f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+
+
+def count(n: float) -> str:
+    """A large number in three digits: 512, 4.7K, 135M, 7.62B."""
+    power = 0
+    while n >= 999.5 and power < 4:
+        n, power = n / 1000, power + 1
+    return f"{n:.3g}{' KMBT'[power].strip()}"
+
+
+def say(text: str) -> None:
+    """A line of text where the progress is shown, before or without it."""
+    Progress(0).log(text)
 
 
 def _console() -> Any:

@@ -115,6 +115,7 @@ def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[A
     Raises:
       ConfigError: a file, model, verifier or mesh that cannot be used.
     """
+    _check_names(config, rewards)
     try:
         mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         if config.mesh.offload_optimizer:
@@ -132,6 +133,18 @@ def build(config: Config, rewards: Sequence[Any] | None = None, programs: dict[A
     mixer = mix.build_mixer(config.data.mixer.name, dataset.weights if dataset.names else [1.0], **config.data.mixer.settings())
     with Judge(config, dataset, rewards) as judge:
         yield Parts(config, folder, tokenizer, model, mesh, dataset, mixer, judge, {} if programs is None else programs)
+
+
+def _check_names(config: Config, rewards: Sequence[Any] | None) -> None:
+    """What a config names beside the model: a slip in it is told before a model is fetched, and a tokenizer read.
+
+    Raises:
+      ConfigError: a data file or verifier that is not there.
+    """
+    data.check(config)
+    for domain in config.data.domains.values() if rewards is None else ():
+        for name in {domain.verifier, *(name for entry in domain.rewards or config.rewards for name in entry)} - {None, "verifier", *registry.BUILTIN}:
+            registry.resolve(str(name))
 
 
 class Judge:

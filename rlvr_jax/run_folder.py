@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,19 +52,30 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def only_one(run_dir: str, writer: bool = True) -> Iterator[RunFolder]:
-    """Holds the run folder; the lock goes with the process, however it ends.
+def only_one(run_dir: str, writer: bool = True, doing: str = "trains") -> Iterator[RunFolder]:
+    """Holds the run folder; the lock goes with the process, however it ends. What fails before it has written anything leaves no folder.
 
     Args:
       writer: False in all processes of a run but the first: they hold nothing and write nothing.
+      doing: what the holder does there, for the message to another one.
     """
     folder = RunFolder(run_dir)
     if not writer:
         yield folder
         return
-    with held(folder.local / ".lock", f"another process trains in {run_dir}; wait for it, or choose another run_dir"):
-        folder.pull()
-        yield folder
+    made = [path for path in (folder.local, *folder.local.parents) if not path.exists()]
+    lock = folder.local / ".lock"
+    with held(lock, f"another process {doing} in {run_dir}; wait for it, or choose another run_dir"):
+        try:
+            folder.pull()
+            yield folder
+        except BaseException:
+            if folder.local in made and [*folder.local.iterdir()] == [lock]:
+                lock.unlink()
+                with contextlib.suppress(OSError):  # another one has begun there meanwhile
+                    for path in made:
+                        path.rmdir()
+            raise
         folder.push()
 
 
@@ -82,8 +94,11 @@ def held(path: Path, message: str, shared: bool = False) -> Iterator[int]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            same = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino  # else its holder has just failed, and removed it
         except BlockingIOError:
-            raise ConfigError(message) from None
+            same = False
+        if not same:
+            raise ConfigError(message)
         yield file.fileno()
 
 

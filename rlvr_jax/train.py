@@ -200,6 +200,7 @@ class _Loop:
             now = pairing.identity(config, None if ref_params is None else weights_sha256(ref_params), parts.dataset.eval)
             if self.first:
                 pairing.refuse_others(page.read_json(self.run_dir / pairing.FILE), now, str(config.run_dir))
+            self._greet(abstract, f"goes on after step {saved['record']['step']}")
             restored = self.checkpoints.restore(abstract, host)
             assert restored is not None  # its record has just been read
             state, host, got = restored
@@ -214,11 +215,19 @@ class _Loop:
             metric.write_atomic(self.run_dir / "config.yaml", configs.dump(config).encode())
             metric.write_environment(self.run_dir, sys.argv, devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}", backend=jax.default_backend())
             parts.tokenizer.hf.save_pretrained(self.run_dir / "tokenizer")
+        self._greet(abstract, f"{config.train.steps} steps")
         state = init_state(parts.params(), parts.model, self.optimizer, self.strategy, parts.mesh, self.critic, offload=config.mesh.offload_optimizer)
         identity = pairing.identity(config, weights_sha256(state.params), parts.dataset.eval)
         if self.first:
             write_json(self.run_dir / pairing.FILE, identity)
         return state, host, Record(data=parts.dataset.train.init(), mixer=parts.mixer.init())
+
+    def _greet(self, state: TrainState, what: str) -> None:
+        """What there is to see until the first evaluation or step is through."""
+        if self.first:
+            parameters = metric.count(sum(x.size for x in jax.tree.leaves(state.params)))
+            metric.say(f"train: {self.config.model.path} ({parameters} parameters) on {jax.device_count()} x {jax.devices()[0].device_kind}, {what}, in {self.config.run_dir}; "
+                       "reading weights and compiling: the first evaluation and the first step take longest")
 
     def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer, progress: metric.Progress
               ) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:

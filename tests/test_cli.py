@@ -63,15 +63,19 @@ STATUS = ["ok", "wrong", "ok", "unknown", *("ok" if i == i % 7 else "wrong" for 
 def test_verify_prints_one_verdict_a_row_in_order(capsys, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, ROWS)))
-    verdicts = [json.loads(line) for line in out(capsys, "verify", path).splitlines()]
+    assert cli.main(["verify", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["74 rows: 9 ok, 64 wrong, 1 unknown", "rlvr-jax verify: 1 of them could not be used, the first: line 4: unknown task 'nothing', "
+                                        "expected one of math, countdown, knights, choice, format or module:function"]
+    verdicts = [json.loads(line) for line in printed.out.splitlines()]
     assert [v["status"] for v in verdicts] == STATUS and all(list(v) == ["status", "reward", "detail"] for v in verdicts)
     assert [v["reward"] for v in verdicts] == [float(s == "ok") for s in STATUS]
 
 
 def test_verify_reads_stdin():
     done = subprocess.run([sys.executable, "-m", "rlvr_jax.cli", "verify", "-", "--workers", "1"], capture_output=True, text=True,
-                          input="\n".join(map(json.dumps, ROWS[:4])))
-    assert done.returncode == 0 and [json.loads(line)["status"] for line in done.stdout.splitlines()] == STATUS[:4], done.stderr
+                          input="\n".join(map(json.dumps, ROWS[:3])))
+    assert done.returncode == 0 and [json.loads(line)["status"] for line in done.stdout.splitlines()] == STATUS[:3], done.stderr
 
 
 def test_strategies_lists_all_presets(capsys):
@@ -89,6 +93,10 @@ def test_strategies_lists_all_presets(capsys):
     (["generate", "CONFIG", "model.path=TMP/nothing", "--prompt", "1+1=?"], ["model.path", "TMP/nothing", "config.json"]),
     (["eval", "CONFIG", "data.domains.more.path=TMP/nothing.jsonl", "data.domains.more.verifier=math"], ["nothing.jsonl"]),
     (["eval", "CONFIG", "--checkpoint", "best", "run_dir=TMP/nothing"], ["TMP/nothing"]),
+    # Told before the model is looked for.
+    (["train", "CONFIG", "model.path=TMP/none", "run_dir=TMP/run", "data.domains.more.path=TMP/nothing.jsonl", "data.domains.more.verifier=math"], ["nothing.jsonl"]),
+    (["train", "CONFIG", "model.path=TMP/none", "run_dir=TMP/run", "data.domains.sums.verifier=maths"], ["unknown verifier 'maths'"]),
+    (["train", "CONFIG", "model.path=TMP/none", "run_dir=TMP/run", "rewards=[{no_module:f: 1.0}]"], ["cannot import 'no_module'"]),
     (["verify", "TMP/nothing.jsonl"], ["TMP/nothing.jsonl", "cannot be read"]),
     (["export", "TMP", "TMP/out"], ["TMP", "no config.yaml"]),
     (["report", "TMP/nothing"], ["TMP/nothing"]),
@@ -100,6 +108,7 @@ def test_errors_are_one_line_and_exit_code_2(capsys, tmp_path, config, arguments
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and printed.err.startswith(f"rlvr-jax {arguments[0]}: ") and printed.out == ""
     assert all(fill(word) in printed.err for word in words), printed.err
+    assert not (tmp_path / "run").exists(), "a start that failed leaves no folder"
 
 
 def test_debug_shows_where(tmp_path):

@@ -20,7 +20,8 @@ from rlvr_jax import cli, pairing, report
 from rlvr_jax.compare import command, runner
 from rlvr_jax.compare import spec as specs
 from rlvr_jax.compare.collect import collect
-from rlvr_jax.compare.result import OVERALL
+from rlvr_jax.compare.output import plain
+from rlvr_jax.compare.result import OVERALL, pairs
 
 ARMS = {"baseline": {}, "x": {"strategies": ["per"]}, "ucb": {"data": {"mixer": {"name": "dump_ucb"}}}}
 
@@ -184,9 +185,9 @@ def test_edited_user_code_is_noticed(tmp_path, monkeypatch):
 
 def test_nothing_finished_is_no_table(tmp_path, capsys):
     load(tmp_path, ARMS)
-    assert cli.main(["compare", str(tmp_path / "cmp.yaml"), "--run-dir", str(tmp_path / "out"), "--report-only"]) == 0
+    assert cli.main(["compare", str(tmp_path / "cmp.yaml"), "--run-dir", str(tmp_path / "out"), "--report-only"]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and "9 runs are not finished yet (baseline seed 0, x seed 0, ucb seed 0 and 6 more)" in printed.err
+    assert printed.out == "" and "9 runs are not finished yet (baseline seed 0, x seed 0, ucb seed 0 and 6 more); without --report-only they are made" in printed.err
 
 
 class Inline:
@@ -326,6 +327,7 @@ def test_two_shards_are_the_whole(pretend, tmp_path):
     pretend(ARMS, "whole")
     first = pretend(ARMS, "here", "0/2")
     assert {seed for _, seed in Pretend.made[6:]} == {0} and first.comparison.table.pairs == ("0",)
+    assert pairs(first.comparison) == "1 pair" and "With 1 pair and 2 arms" in plain(first.comparison)
     assert command.unfinished(first.found) == "3 runs are not finished yet (baseline seed 1, x seed 1, ucb seed 1)"
     pretend(ARMS, "there", "1/2")
     shutil.copytree(tmp_path / "there" / "runs", tmp_path / "here" / "runs", dirs_exist_ok=True)

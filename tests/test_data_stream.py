@@ -153,7 +153,12 @@ def test_nothing_left_to_train_on_is_an_error(tmp_path):
 
 def test_too_few_evaluation_prompts_warn(numbered):
     dataset = make(math(numbered), eval={"prompts_per_domain": 50})
-    assert any("50 were wanted" in w for w in dataset.warnings)
+    [told] = [w for w in dataset.warnings if "50 were wanted" in w]
+    assert told.endswith("(eval.prompts_per_domain); raise data.holdout, or give an eval_path")
+    other = jsonl(numbered.parent / "train.jsonl", [{"question": "x", "answer": "1"}])
+    dataset = make(math(other, eval_path=str(numbered)), eval={"prompts_per_domain": 60}, data={"max_prompt_length": 9})  # q10 on are too long
+    [told] = [w for w in dataset.warnings if "60 were wanted" in w]
+    assert told.endswith("(eval.prompts_per_domain); 50 more are longer than data.max_prompt_length=9 tokens: raise it")
     assert not make(math(numbered), eval={"prompts_per_domain": 0}).eval["d"]
 
 

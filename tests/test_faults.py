@@ -25,7 +25,7 @@ from rlvr_jax.checkpoint import SaveError
 from rlvr_jax.compare import command
 from rlvr_jax.compare import spec as specs
 from rlvr_jax.metrics import read_records
-from rlvr_jax.run_folder import held
+from rlvr_jax.run_folder import held, only_one
 from rlvr_jax.stopping import NothingLearned, Stop, nothing_learned
 from rlvr_jax.strategies import Strategy
 from rlvr_jax.train import train
@@ -251,6 +251,23 @@ def test_a_full_tmp_and_a_full_cache(tmp_path, tiny_model):
 def rows(path: Path, first: int = 0) -> Path:
     path.write_text("".join(json.dumps({"question": f"{i}+1=?", "answer": str(i + 1)}) + "\n" for i in range(first, first + 40)))
     return path
+
+
+def test_a_start_that_fails_leaves_only_what_was_there(tmp_path):
+    run, lock = tmp_path / "new" / "run", tmp_path / "old" / ".lock"
+    with pytest.raises(ZeroDivisionError), only_one(str(run)):
+        raise ZeroDivisionError
+    assert not run.parent.exists()
+    lock.parent.mkdir()
+    for folder in (run, lock.parent):
+        with pytest.raises(ZeroDivisionError), only_one(str(folder)) as held_folder:
+            (held_folder.local / "config.yaml").write_text("")
+            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), only_one(str(lock.parent)):
+        raise ZeroDivisionError
+    assert (run / "config.yaml").exists() and lock.exists()
+    with only_one(str(run), doing="evaluates"), pytest.raises(C.ConfigError, match="another process evaluates in"), only_one(str(run), doing="evaluates"):
+        pass
 
 
 def test_data_that_vanishes_or_changes(tmp_path, tiny_model, monkeypatch):

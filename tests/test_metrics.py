@@ -214,9 +214,9 @@ def test_plain_progress_is_a_few_whole_lines():
     progress, out = plain(seconds=1000)
     with progress:
         for step in range(1, 101):
-            progress.update(step, {"reward/mean": 0.5, "kept/rows": 0.25, "tokens_per_second": 1234.0})
+            progress.update(step, {"reward/mean": 0.5, "update/live_rows": 0.25, "tokens_per_second": 1234.0})
     first, last = out.getvalue().splitlines()
-    assert first.startswith("train 1/100  reward 0.500  kept 25%  length -  tokens/s 1,234  ETA ")
+    assert first.startswith("train 1/100  reward 0.500  trained 25%  length -  tokens/s 1,234  ETA ")
     assert last.startswith("train 100/100") and last.endswith("ETA 0:00:00")
     assert "\x1b" not in out.getvalue()
 
@@ -225,21 +225,32 @@ def test_plain_progress_keeps_late_values_and_survives_odd_ones():
     progress, out = plain(seconds=0)
     with progress:
         progress.update(1, {"reward/mean": 0.5})
-        progress.update(2, {"kept/rows": math.nan, "reward/mean": None})
+        progress.update(2, {"update/live_rows": math.nan, "reward/mean": None})
         progress.log("[red]not markup[/red]")
-    assert "reward 0.500  kept -" in out.getvalue().splitlines()[1]
+    assert "reward 0.500  trained -" in out.getvalue().splitlines()[1]
     assert "[red]not markup[/red]" in out.getvalue()
 
 
 def test_eta_leaves_the_compilation_out_and_counts_from_the_resumed_step(monkeypatch):
-    clock = iter([0.0, 500.0, 510.0, 520.0])  # first step: compilation
+    clock = iter([500.0, 510.0, 520.0])  # the 500 s before the first step: compilation
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     progress, _ = plain(start=40)
     progress.update(41)
-    assert progress.eta() == "8:11:40"  # 59 steps of 500 s: all that is known
+    assert progress.eta() == "-"
     progress.update(42)
+    assert progress.eta() == "0:09:40"  # 58 steps of 10 s
     progress.update(43)
     assert progress.eta() == "0:09:30"  # 57 steps of 10 s
+
+
+def test_a_pipe_gets_no_line_twice():
+    progress, out = plain(seconds=1000)
+    with progress:
+        for finished in (0, 0, 1, 1):
+            progress.update(50, {"finished": finished}, news=finished and not progress._values["finished"])
+        for _ in range(5):
+            progress.update(100)
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["50/100", "50/100", "100/100"]
 
 
 def test_a_terminal_gets_a_bar():

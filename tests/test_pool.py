@@ -15,6 +15,7 @@ import pytest
 
 from rlvr_jax import config
 from rlvr_jax.rewards import Job, Pool, Verdict, process, registry, verify_file
+from rlvr_jax.rewards.patience import Patience
 
 VERIFIERS = """
     import ctypes, os, signal, sys, threading, time
@@ -44,6 +45,12 @@ VERIFIERS = """
     def strange(text, answer): return {"nan": float("nan"), "inf": float("inf"), "str": "yes", "none": None,
                                        "list": [1], "true": True, "int": 2, "minus": -0.5,
                                        "bad": Verdict(float("nan"), "ok")}[text]
+    def spawn(text, answer):
+        import subprocess
+        subprocess.Popen(["sleep", "1000"]); return True
+    def orphan(text, answer):
+        if os.path.exists(text): return True
+        open(text, "w").close(); os.kill(os.getppid(), signal.SIGKILL); time.sleep(5)
     def once(text, answer):
         if not os.path.exists(text):
             open(text, "w").close(); os._exit(1)
@@ -104,6 +111,57 @@ def test_row_is_tried_again_in_a_fresh_worker(hostile, tmp_path):
         assert (pool.counters["crashes"], pool.counters["replaced"], pool.counters["unknown"]) == (1, 1, 0)
 
 
+def test_the_process_that_starts_workers_may_be_lost_too(hostile, tmp_path):
+    with small(workers=1) as pool:
+        verdicts = pool.score([hostile("orphan", str(tmp_path / "marker")), *[hostile("echo", str(i)) for i in range(1, 4)]])
+        assert [v.reward for v in verdicts] == [1, 1, 2, 3] and pool.counters["crashes"] == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_is_left_of_what_verifiers_started(hostile):
+    before = set(below(os.getpid()))
+    with small() as pool:
+        pool.score([hostile("spawn"), hostile("spawn"), hostile("echo")])
+        pids = set(below(os.getpid())) - before
+        assert len(pids) == 5  # the template, two workers, and what they have started
+        pool.score([hostile("leave"), hostile("spin")])
+    assert not any(alive(p) for p in pids)
+
+
+def test_rows_that_hang_are_given_up_together():
+    patience = Patience(5.0, 60.0, enough=2)
+    assert patience.limits("math") == (5.0, 60.0, "")
+    patience.ran_out("math", 5.1, 0.0)
+    patience.ran_out("math", 0.0, 61.0)
+    assert patience.limits("math")[:2] == (0.5, 0.5) and patience.limits("other") == (5.0, 60.0, "")
+    for cpu, idle, limits in ((0.3, 0.0, (1.2, 0.5)), (0.1, 1.0, (1.2, 4.0)), (2.0, 0.0, (5.0, 4.0))):
+        patience.had_verdict("math", cpu, idle)  # a verifier that takes long is not one that hangs
+        assert patience.limits("math")[:2] == limits
+    patience.forget()
+    assert patience.limits("math") == (5.0, 60.0, "")
+    patience.ran_out("math", 0.6, 0.0)
+    patience.ran_out("math", 0.6, 0.0)  # given up early itself: no evidence
+    assert patience.limits("math") == (5.0, 60.0, "")
+
+
+def test_many_hanging_rows_cost_one_deadline_and_no_other_row_its_verdict(hostile):
+    """12 sleeping rows on 2 workers: two of them get all their time, and the others what is left of that."""
+    jobs = [hostile("sleep") if i % 5 == 0 else hostile("echo", str(i)) for i in range(60)]
+    with small(cpu_seconds=30.0, wall_seconds=4.0) as pool:
+        pool.score(jobs[1:3])
+        verdicts = pool.score(jobs)
+        assert pool.counters["timeouts"] == pool.counters["replaced"] == 12 and pool.counters["crashes"] == 0
+    assert [v.status for v in verdicts] == ["ok" if i % 5 else "unknown" for i in range(60)]
+    assert sum("since other rows ran out of all their time" in v.detail for v in verdicts) >= 8
+
+
+def test_a_slow_row_gets_its_verdict_behind_rows_that_hang(hostile):
+    jobs = [hostile("burn", "0.3"), hostile("spin"), hostile("spin"), *[hostile("echo", str(i)) for i in range(1, 6)], hostile("burn", "0.7"), hostile("spin")]
+    with small(cpu_seconds=1.5, wall_seconds=30.0) as pool:
+        verdicts = pool.score(jobs)
+    assert [v.status for v in verdicts] == ["ok", "unknown", "unknown", *["ok"] * 6, "unknown"], verdicts
+
+
 def test_errors_and_strange_results_are_counted_not_scored(hostile):
     texts = ["nan", "inf", "str", "none", "list", "true", "int", "minus", "bad"]
     with small(workers=1) as pool:
@@ -139,7 +197,8 @@ def test_deadline_is_cpu_time_of_the_row(hostile):
 
 
 def test_a_starved_worker_is_not_idle(monkeypatch):
-    worker = process.Process(0, 1.0)
+    template = process.Template(0, 1.0)
+    worker = template.fork()
     try:
         for state, idle in (("R", False), ("S", True)):
             monkeypatch.setattr(process, "cpu_seconds", lambda pid, state=state: (0.0, state))
@@ -149,6 +208,7 @@ def test_a_starved_worker_is_not_idle(monkeypatch):
             assert (worker.idle > 0) == idle
     finally:
         worker.kill()
+        template.close()
 
 
 def test_order_under_shuffle_and_overlap(hostile):
@@ -225,6 +285,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def below(pid: int) -> list[int]:
+    """All processes below one."""
+    children = [int(p) for t in Path(f"/proc/{pid}/task").glob("*/children") for p in t.read_text().split()]
+    return children + [p for child in children for p in below(child)]
+
+
 def until(condition, seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -240,18 +306,13 @@ sys.path.insert(0, {str(tmp_path)!r})
 from rlvr_jax.rewards import Job, Pool
 pool = Pool(2, 1000.0, 1000.0, preload=())
 pool.submit(Job("hostile_verifiers:spin", ""))
-pool.submit(Job("hostile_verifiers:nap", "0")); pool.collect([1])
+pool.submit(Job("hostile_verifiers:spawn", "0")); pool.collect([1])
 time.sleep(1000)
 """
     parent = subprocess.Popen([sys.executable, "-c", script])
-    children = Path(f"/proc/{parent.pid}/task")
-
-    def workers() -> list[int]:
-        return [int(p) for t in children.glob("*/children") for p in t.read_text().split()]
-
-    assert until(lambda: len(workers()) == 2)
+    assert until(lambda: len(below(parent.pid)) == 4)  # a template, two workers, and what one of them started
     time.sleep(0.5)
-    pids = workers()
+    pids = below(parent.pid)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert until(lambda: not any(alive(p) for p in pids))
@@ -261,10 +322,10 @@ time.sleep(1000)
 def test_interrupt_does_not_reach_workers(hostile):
     with small(workers=1) as pool:
         pool.score([hostile("echo")])
-        [pid] = [int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()
-                 if b"rewards.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
-        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C in a terminal goes to the foreground session only
-        os.kill(pid, signal.SIGINT)
+        pids = [p for p in below(os.getpid()) if b"rewards.template" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        assert len(pids) == 2 and all(os.getsid(p) != os.getsid(0) for p in pids)  # Ctrl-C in a terminal goes to the foreground session only
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
         assert pool.score([hostile("echo", "2")])[0].reward == 2
         assert pool.counters["replaced"] == 0
 

@@ -71,7 +71,8 @@ def problems(found: Found) -> list[str]:
 
 
 def unfinished(found: Found) -> str:
-    return f"{len(found.missing)} runs are not finished yet ({_names(found.missing)})" if found.missing else ""
+    n = len(found.missing)
+    return f"{n} {'runs are' if n > 1 else 'run is'} not finished yet ({_names(found.missing)})" if n else ""
 
 
 def _left_out(spec: Spec, found: Found) -> list[str]:

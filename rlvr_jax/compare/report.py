@@ -12,7 +12,7 @@ import numpy as np
 from rlvr_jax import page
 from rlvr_jax.charts import Series, Span, forest_chart, line_chart
 from rlvr_jax.compare import statistics as st
-from rlvr_jax.compare.result import OVERALL, Comparison, headline
+from rlvr_jax.compare.result import OVERALL, Comparison, headline, pairs
 from rlvr_jax.compare.wording import HEAD, chance, decimals, figure, verdict_row
 
 TONES = {"better": "good", "worse": "bad"}
@@ -28,7 +28,7 @@ def build(comparison: Comparison, title: str, facts: Mapping[str, Any], sections
 
 def _head(c: Comparison, title: str) -> str:
     least = max(c.effects[arm, c.overall].smallest_p for arm in c.arms)
-    tiles = [("arms", f"{len(c.arms)} against {c.baseline}"), ("pairs", str(len(c.table.pairs))), ("domains", str(len(c.table.domains))),
+    tiles = [("arms", f"{len(c.arms)} against {c.baseline}"), ("pairs", pairs(c).rpartition(" ")[0]), ("domains", str(len(c.table.domains))),
              ("smallest p these pairs can give", chance(least))]
     facts = "".join(f"<div><dt>{page.text(name)}</dt><dd>{page.text(value)}</dd></div>" for name, value in tiles)
     notes = "".join(map(page.notice, c.notes))

@@ -130,6 +130,16 @@ def headline(comparison: Comparison) -> str:
     return f"{words[0].upper() if not (called.keys() & {'better', 'worse'}) else words[0]}{words[1:]}."
 
 
+def pairs(comparison: Comparison) -> str:
+    """How many pairs the arms share with the baseline: '5 pairs', '3 to 5 pairs'."""
+    counts = [comparison.effects[arm, comparison.overall].pairs for arm in comparison.arms]
+    return _pairs(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} pairs"
+
+
+def _pairs(n: int) -> str:
+    return f"{n} pair{'s' if n != 1 else ''}"
+
+
 def _arms(arms: Sequence[str], comparison: Comparison) -> str:
     n, of = len(arms), len(comparison.arms)
     return f"'{arms[0]}'" if n == 1 else f"any of the {n} arms" if n == of else f"{n} of {of} arms"
@@ -189,13 +199,13 @@ def _notes(c: Comparison) -> list[str]:
     few = [e for e in effects if e.verdict == "too few seeds to decide"]
     if few:
         e, least = few[0], st.fewest_pairs(len(effects))
-        notes.append(f"With {e.pairs} pairs and {len(effects)} {'arms' if len(effects) > 1 else 'arm'} no p can be below {e.smallest_p:.2g}"
+        notes.append(f"With {_pairs(e.pairs)} and {len(effects)} {'arms' if len(effects) > 1 else 'arm'} no p can be below {e.smallest_p:.2g}"
                      f" ({e.smallest_p_holm:.2g} after Holm's correction), so no difference, however large, can be called one"
                      + (f"; that takes at least {least} pairs." if least else "."))
-    pairs = min(e.pairs for e in effects)
-    low, high = st.spread_known_within(pairs)
-    if pairs < 10 and np.isfinite(low):
-        notes.append(f"From {pairs} pairs a standard deviation is known only to within a factor of {low:.2g} to {high:.2g}: seeds needed are a rough figure.")
+    fewest = min(e.pairs for e in effects)
+    low, high = st.spread_known_within(fewest)
+    if fewest < 10 and np.isfinite(low):
+        notes.append(f"From {_pairs(fewest)} a standard deviation is known only to within a factor of {low:.2g} to {high:.2g}: seeds needed are a rough figure.")
     same = [arm for arm in c.arms if np.array_equal(c.table.scores[c.table.arms.index(arm)], c.table.scores[c.table.arms.index(c.baseline)])]
     if same:
         notes.append(f"{', '.join(same)}: every score equals that of {c.baseline}. Was the setting that should differ in force?")

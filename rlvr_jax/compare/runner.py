@@ -26,6 +26,8 @@ from rlvr_jax.stopping import Stop
 Run = tuple[str, int]
 FAILURE = "failure.json"
 TICK_SECONDS = 1.0
+LINE_SECONDS = 300.0
+"""Least time between two lines where there is no terminal, and no run has ended."""
 
 
 class Outcome(NamedTuple):
@@ -110,7 +112,7 @@ class _Runner:
                 self.failures[run] = str(e)
         total = len(self.runs) * self.spec.budget.amount
         fields = (("finished runs", "finished", ".0f"), ("of", "of", ".0f"), ("failed", "failed", ".0f"))
-        with Progress(total, self._used(), f"compare: {self.spec.budget.unit}", fields) as progress, self._signals(progress), selectors.DefaultSelector() as ready:
+        with Progress(total, self._used(), f"compare: {self.spec.budget.unit}", fields, LINE_SECONDS) as progress, self._signals(progress), selectors.DefaultSelector() as ready:
             try:
                 for run, reason in self.failures.items():
                     self._tell(progress, run, f"refused: {reason}")
@@ -121,7 +123,7 @@ class _Runner:
         return Outcome(self.failures, self.stopping)
 
     def _loop(self, progress: Progress, ready: selectors.BaseSelector) -> None:
-        shown = 0.0
+        shown, ended = 0.0, -1
         while self.waiting or any(w.task is not None for w in self.workers):
             if not self.stopping:
                 self._hand_out(ready)
@@ -136,9 +138,13 @@ class _Runner:
                     ready.unregister(worker)
                     self._lost(progress, worker)
             if time.monotonic() - shown >= TICK_SECONDS:
-                shown = time.monotonic()
-                progress.update(self._used(), {"finished": len(self.done), "of": len(self.runs), "failed": len(self.failures)})
-        progress.update(self._used(), {"finished": len(self.done), "of": len(self.runs), "failed": len(self.failures)})
+                shown, news = time.monotonic(), len(self.done) + len(self.failures) > ended
+                ended = len(self.done) + len(self.failures)
+                self._show(progress, news)
+        self._show(progress, len(self.done) + len(self.failures) > ended)
+
+    def _show(self, progress: Progress, news: bool) -> None:
+        progress.update(self._used(), {"finished": len(self.done), "of": len(self.runs), "failed": len(self.failures)}, news)
 
     def _hand_out(self, ready: selectors.BaseSelector) -> None:
         """Gives waiting runs to idle workers, and starts workers while there are runs for them."""

@@ -89,10 +89,22 @@ def build(config: Config, tokenizer: Tokenizer | None) -> Dataset:
             fingerprint[name] = _fingerprint([*examples, *(shuffled[i] for i in range(min(8, len(examples))))])
         if domain.trained:
             _probe_length(out[-1], encode, notes[name])
-        evaluation[name] = _eval_rows(index, name, held[name], _wanted(domain, config), encode, notes[name], not domain.trained)
+        evaluation[name] = _eval_rows(index, name, held[name], _wanted(domain, config), encode, notes[name], domain)
     weights = np.asarray([data.domains[name].weight for name in data.trained], np.float64)
     return Dataset(data.trained, order, Stream(out, encode, fingerprint, data.exhausted == "hand_over"), evaluation, notes, fingerprint,
                    {name: _fingerprint(held[name]) for name in order}, weights / weights.sum() if len(weights) else weights, tuple(overlaps))
+
+
+def check(config: Config) -> None:
+    """Fails, before a model is fetched or read, for a data file that is not there.
+
+    Raises:
+      DataError: names it.
+    """
+    for domain in config.data.domains.values():
+        for path in (domain.path, *((domain.eval_path,) if isinstance(domain.eval_path, str) else domain.eval_path or ())):
+            if path is not None:
+                sources.check(sources.resolve(path, config.data.root))
 
 
 def pairs(dataset: Dataset, state: State, n: int) -> tuple[list[tuple[list[Message], str]], State]:
@@ -244,8 +256,9 @@ def _probe_length(source: Source, encode: Encoder, notes: Notes) -> None:
         notes.warnings.append(f"domain '{source.name}': {lost} of the first {n} prompts are longer than data.max_prompt_length={encode.max_length} tokens and will be dropped")
 
 
-def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int | None, encode: Encoder, notes: Notes, benchmark: bool) -> tuple[Row, ...]:
+def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int | None, encode: Encoder, notes: Notes, domain: Domain) -> tuple[Row, ...]:
     rows: list[Row] = []
+    benchmark, origin = not domain.trained, "given" if domain.eval_path else "task" if domain.task else "file"
     for example in examples:
         if len(rows) == wanted:
             break
@@ -260,7 +273,9 @@ def _eval_rows(index: int, name: str, examples: Sequence[Example], wanted: int |
         notes.warnings.append(f"domain '{name}': {too_long} of {len(rows) + too_long} prompts are longer than data.max_prompt_length={encode.max_length} tokens and are not asked; "
                               "raise it, or the score is that of the others")
     elif wanted is not None and len(rows) < wanted and not benchmark:
-        notes.warnings.append(f"domain '{name}': {len(rows)} evaluation prompts, {wanted} were wanted (eval.prompts_per_domain); raise data.holdout or data.max_prompt_length, or give an eval_path")
+        longer = f"; {too_long} more are longer than data.max_prompt_length={encode.max_length} tokens: raise it" if too_long else ""
+        held = {"given": "", "task": "; raise data.holdout or widen the task", "file": "; raise data.holdout, or give an eval_path"}[origin]
+        notes.warnings.append(f"domain '{name}': {len(rows)} evaluation prompts, {wanted} were wanted (eval.prompts_per_domain){longer or held}")
     return tuple(rows)
 
 

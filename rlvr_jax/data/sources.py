@@ -44,12 +44,8 @@ def read(path: str, split: str = "train") -> list[Record]:
             raise DataError(f"data file '{path}' does not exist in the bucket") from None
         except OSError as e:
             raise DataError(f"data file '{path}' cannot be read: {e}") from None
-        if not file.is_file():
-            what = "is a folder" if file.is_dir() else "does not exist"
-            raise DataError(f"data file '{path}' {what}; give a .jsonl, .json or .parquet file (relative paths start at data.root, $RLVR_DATA or the working directory)")
-        kind = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}.get(file.suffix.lower())
-        if kind is None:
-            raise DataError(f"data file '{path}': unknown kind '{file.suffix}'; expected .jsonl, .json or .parquet")
+        _check_local(path, file)
+        kind = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}[file.suffix.lower()]
         try:
             records = list(kind(file))
         except OSError as e:
@@ -59,6 +55,24 @@ def read(path: str, split: str = "train") -> list[Record]:
     if all(r.value is None for r in records):
         raise DataError(f"data file '{path}': all {len(records)} rows are broken, the first at line {records[0].line}: {records[0].fault}")
     return records
+
+
+def check(path: str) -> None:
+    """What can be said of a file on this machine without reading it.
+
+    Raises:
+      DataError: it is missing, or of an unknown kind.
+    """
+    if not path.startswith("hf:") and not remote.is_remote(path):
+        _check_local(path, Path(path))
+
+
+def _check_local(path: str, file: Path) -> None:
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
+        raise DataError(f"data file '{path}' {what}; give a .jsonl, .json or .parquet file (relative paths start at data.root, $RLVR_DATA or the working directory)")
+    if file.suffix.lower() not in (".jsonl", ".json", ".parquet"):
+        raise DataError(f"data file '{path}': unknown kind '{file.suffix}'; expected .jsonl, .json or .parquet")
 
 
 def _jsonl(path: Path) -> Iterator[Record]:

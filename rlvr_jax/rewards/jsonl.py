@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from rlvr_jax.rewards import registry
@@ -27,13 +27,14 @@ class PoolConfig(Protocol):
     def memory_mb(self) -> int: ...
 
 
-def verify_file(path: str | os.PathLike[str], pool: PoolConfig) -> Iterator[dict[str, Any]]:
+def verify_file(path: str | os.PathLike[str], pool: PoolConfig, on_broken: Callable[[str], None] = lambda detail: None) -> Iterator[dict[str, Any]]:
     """Scores rows ``{task, gold, answer, numbers?, target?, ...}``, where ``answer`` is the response and ``gold`` the solution
     (countdown: ``numbers`` and ``target`` stand for it); ``task`` is a verifier, one's own as ``module:function``.
 
     Args:
       path: JSONL file; ``-`` is standard input.
       pool: the config section ``pool``.
+      on_broken: told of every row that cannot be used.
 
     Yields:
       ``{"status", "reward", "detail"}`` per row, in order. A row that cannot be used gives unknown, its detail starts
@@ -55,9 +56,9 @@ def verify_file(path: str | os.PathLike[str], pool: PoolConfig) -> Iterator[dict
             job = _job(line)
             waiting.append((number, workers.submit(job) if isinstance(job, Job) else unknown(job)))
             if len(waiting) >= AHEAD:
-                yield _result(workers, *waiting.popleft())
+                yield _result(workers, *waiting.popleft(), on_broken)
         while waiting:
-            yield _result(workers, *waiting.popleft())
+            yield _result(workers, *waiting.popleft(), on_broken)
 
 
 def _job(line: bytes) -> Job | str:
@@ -79,8 +80,10 @@ def _job(line: bytes) -> Job | str:
     return Job(task, text, row.get("gold", ""), fields)
 
 
-def _result(workers: Pool, number: int, ticket: int | Verdict) -> dict[str, Any]:
+def _result(workers: Pool, number: int, ticket: int | Verdict, on_broken: Callable[[str], None]) -> dict[str, Any]:
     bad_row = isinstance(ticket, Verdict)
     verdict = ticket if isinstance(ticket, Verdict) else workers.collect([ticket])[0]
     detail = f"line {number}: {verdict.detail}" if bad_row else verdict.detail
+    if bad_row:
+        on_broken(detail)
     return {"status": verdict.status, "reward": verdict.reward, "detail": detail}

@@ -5,7 +5,7 @@ Everything here is text to text, linear or nearly so, and runs before any parser
 
 import re
 
-from rlvr_jax.rewards import clean, units, words
+from rlvr_jax.rewards import clean, quantity, units, words
 
 MAX_LENGTH = 500
 MAX_NESTING = 20
@@ -57,17 +57,23 @@ _SPACED_GROUP = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?! ?\d)")
 
 def normalise(source: str) -> str:
     """A canonical spelling: no delimiters, sizes, spacing commands, units, wrappers or shorthands."""
+    return normalised(source)[0]
+
+
+def normalised(source: str) -> tuple[str, quantity.Unit | None]:
+    """:func:`normalise`, and the unit that was taken off, if it is known."""
+    dropped: list[str] = []
     s = _SPACES.sub(" ", clean.environments(clean.wrappers(source.translate(_UNICODE)), " ", " "))
     s = _ELLIPSIS.sub(r"\1\\overline{\2}", s)
     if re.search(r"\\\\(?:begin|frac|left|boxed|sqrt|text)", s):
         s = s.replace("\\\\", "\\")  # a whole string escaped twice, as JSON in JSON does
     s = re.sub(r"\\\$|\$|(?<!\\)\\[\[\]()]", " ", s)
-    s = _unnested(_LABEL.sub(lambda m: m.group(1) or "", units.commands_off(_WRAPPER.sub(r"\\text", s))))
+    s = _unnested(_LABEL.sub(lambda m: m.group(1) or "", units.commands_off(_WRAPPER.sub(r"\\text", s), dropped)))
     for pattern, replacement in _SYNONYMS:
         s = pattern.sub(replacement, s)
     s = _SPACES.sub(" ", _SIZING.sub("", _SPACING.sub(" ", s)))  # runs of spaces would cost the patterns below their linear time
     s = _based_and_modular(_text_wrappers(_PERCENT.sub("%", s)))
-    s = units.off(_AND.sub(", ", units.degrees(s))).strip()
+    s = units.off(_AND.sub(", ", units.degrees(s, dropped)), dropped).strip()
     if (value := words.number(s.rstrip("% ."))) is not None:
         s = value + "%" * s.endswith("%")
     s = _ascii(s)
@@ -77,7 +83,7 @@ def normalise(source: str) -> str:
     s = re.sub(r"(?<![\d.])0+(?=\d)", "", s)
     s = re.sub(r"(?<![\d}])\.(?=\d)", "0.", s)
     s = re.sub(r"(?<!\\)\{\s+|\s+(?<!\\)(?=\})", lambda m: m.group().strip(), s)
-    return _ungrouped(" ".join(s.split()).strip(" .,;:*_^?\"`"))
+    return _ungrouped(" ".join(s.split()).strip(" .,;:*_^?\"`")), quantity.of(dropped) if dropped else None
 
 
 def _based_and_modular(s: str) -> str:

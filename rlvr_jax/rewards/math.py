@@ -9,8 +9,13 @@ Policies, each a decision that graders differ on:
 * Numbers are compared exactly, repeating decimals too; for percent signs, roundings and number bases see
   :func:`rlvr_jax.rewards.number.equal`, for the settings ``percent``, ``significant``, ``precision`` :func:`verify`.
 * ``1,000``, ``1 000``, ``1'000``, ``1{,}000`` are a thousand; ``2,74`` is 2.74 where the other side has a decimal point, else a list.
-* Units, degree signs and text after a number are dropped (5 cm is 5, and 5 m too); not where they take it back ("17 (wrong)").
-  Leading zeros too; ``5 9/4`` is not a mixed number but wrong. Numbers in words are numbers.
+* Units, degree signs and text after a number are dropped where one side has none, or one that is not known: 5 cm is 5, and 5 apples
+  too. Where both have known ones, the quantities are compared: 5 m is 500 cm, and not 5 cm; 90 minutes are 1.5 hours, 500 cents
+  5 dollars (length, mass, time, money, and what is made of them, in :mod:`rlvr_jax.rewards.quantity`); of two kinds (5 kg, 5 km), or
+  without a factor between them (months and days, °C and °F, degrees and radians) they are different. In lists, units must agree. A unit
+  belongs to the answer in a box, a formula, or with its symbol: of "so 5 grams" outside of one only the number is read.
+* Text that takes a number back ("17 (wrong)") is not dropped. Leading zeros are; ``5 9/4`` is not a mixed number but wrong. Numbers
+  in words are numbers.
 * An assignment stands for its value (``x = 11`` is 11) unless both sides name different variables; a chain ``a = b = c``
   for its last member. An equation without such a name is an equation, never the value of its right side. A residue may
   leave out its modulus.
@@ -29,11 +34,14 @@ import logging
 import re
 from typing import Any
 
-from rlvr_jax.rewards import extract, final, latex, number, relations, structure, symbolic, words
+from rlvr_jax.rewards import extract, final, latex, number, quantity, relations, structure, symbolic, words
 from rlvr_jax.rewards.verdict import Verdict, ok, unknown, wrong
 
 MAX_GOLD = 20_000
 
+Quantity = tuple[str, quantity.Unit | None]
+
+_NAMED = re.compile(r"^\\?[A-Za-z](?:_\{?\w+\}?)?\s*=\s*")
 _LABELLED = re.compile(r"\(?([A-J])\)\s*[.:]?\s*(\S.*)|([A-J])[.:]\s+(\S.*)")
 _COMMA = re.compile(r"\W{0,3}?(-?)(\d{1,3}(?:[. ]\d{3})+|\d+),(\d+)\D{0,12}")
 _BARE_LOG = re.compile(r"\\log(?![_a-zA-Z])")
@@ -65,7 +73,8 @@ def verify(text: str, answer: Any, *, require_box: bool = False, ordered: bool =
     if (problem := policy.problem()) is not None:
         return unknown(f"math: {problem}")
     answers = answer if isinstance(answer, (list, tuple)) else [answer]
-    golds = [g for a in answers if (g := gold_expression(a)) is not None]
+    quantities = [g for a in answers if (g := _gold_quantity(a)) is not None]
+    golds = [g for g, _ in quantities]
     if not golds:
         return unknown(f"math: the gold answer {str(answer)[:80]!r} cannot be read")
     found, explicit = final.response(text)
@@ -74,13 +83,14 @@ def verify(text: str, answer: Any, *, require_box: bool = False, ordered: bool =
     if found is None or len(found) > 4 * latex.MAX_LENGTH:
         spoken = not explicit and any(_spoken(text, g) for g in golds)
         return ok(golds[0]) if spoken else wrong("no final answer" if found is None else f"final answer longer than {latex.MAX_LENGTH} characters")
-    said = latex.normalise(found)
+    said, unit = latex.normalised(found)
     if not said:
         return wrong("no final answer")
     if (reason := latex.oversized(said)) is not None:
         return wrong(f"final answer not read: {reason}")
     try:
-        good = any(_matches(g, s, policy, ordered) for g in golds for s in _readings(found, said, explicit)) or _decimal_comma(answers, golds, found, said)
+        good = any(_same_quantity(g, s, policy, ordered) for g in quantities for s in ((e, unit) for e in _readings(found, said, explicit)))
+        good = good or (not any(quantity.unlike(u, unit) for _, u in quantities) and _decimal_comma(answers, golds, found, said))
     except number.Improper as e:
         return wrong(f"improper mixed number {e}")
     good = good or (not explicit and any(_spoken(text, g) for g in golds))
@@ -89,15 +99,20 @@ def verify(text: str, answer: Any, *, require_box: bool = False, ordered: bool =
 
 def gold_expression(answer: Any) -> str | None:
     """The gold answer in canonical spelling, or None when it cannot be used."""
+    found = _gold_quantity(answer)
+    return None if found is None else found[0]
+
+
+def _gold_quantity(answer: Any) -> Quantity | None:
     if answer is None or answer != answer or isinstance(answer, bool) or len(str(answer)) > MAX_GOLD:
         return None
     return _gold(str(answer))
 
 
 @functools.lru_cache(maxsize=1024)
-def _gold(answer: str) -> str | None:
+def _gold(answer: str) -> Quantity | None:
     found = final.of_gold(answer)
-    canonical = latex.normalise(found) if found else ""
+    canonical, unit = latex.normalised(found) if found else ("", None)
     if not canonical or latex.oversized(canonical):
         return None
     try:
@@ -105,8 +120,8 @@ def _gold(answer: str) -> str | None:
     except number.Improper:
         return None
     if readable or structure.split(canonical) or _WORDY.search(latex.untexted(canonical)) or ":" in canonical:
-        return canonical
-    return canonical if all(symbolic.finite(parse(e)) for e in structure.elements(relations.modulus(canonical)[0])) else None
+        return canonical, unit
+    return (canonical, unit) if all(symbolic.finite(parse(e)) for e in structure.elements(relations.modulus(canonical)[0])) else None
 
 
 def _readings(found: str, said: str, explicit: bool) -> list[str]:
@@ -134,6 +149,23 @@ def _decimal_comma(answers: Any, golds: list[str], found: str, said: str) -> boo
     if (comma := point(found)) is not None:
         return any(g is not None and g.places is not None and g.value == comma.value for g in map(number.read, golds))
     return value is not None and value.places is not None and any((g := point(str(a))) is not None and g.value == value.value for a in answers)
+
+
+def _same_quantity(gold: Quantity, said: Quantity, policy: number.Policy, ordered: bool) -> bool:
+    """As :func:`_matches`; where both carry known units, and different ones, after conversion."""
+    (expression, unit), (said_expression, said_unit) = gold, said
+    if unit is None or said_unit is None or not quantity.unlike(unit, said_unit):
+        return _matches(expression, said_expression, policy, ordered)
+    if unit.dimensions != said_unit.dimensions:
+        return False
+    ratio = said_unit.factor / unit.factor
+    expression, said_expression = (_NAMED.sub("", e) for e in (expression, said_expression))
+    if structure.split(expression) or structure.split(said_expression):
+        return False
+    value, said_value = number.read(expression), number.read(said_expression)
+    if value is not None and said_value is not None:
+        return not (value.base or said_value.base) and number.equal(value, said_value.times(ratio), policy)
+    return _single(expression, rf"({said_expression}) \cdot \frac{{{ratio.numerator}}}{{{ratio.denominator}}}", policy)
 
 
 def _matches(gold: str, said: str, policy: number.Policy, ordered: bool) -> bool:
@@ -217,5 +249,7 @@ def _config() -> Any:
 
 
 def warm_up() -> None:
-    """Imports and builds what the first call needs (the grammar takes a second)."""
-    verify(r"\boxed{\frac{x}{2} + 1}", "1 + x/2")
+    """Imports and builds what the first calls need: the grammar takes a second, and learns each of its shapes once."""
+    for gold, said in (("1 + x/2", r"\frac{x}{2} + 1"), (r"2\sqrt{3}", r"3\sqrt{2}"), ("(1, 2)", "(1, 3)"), ("x^2 + 2x + 1", "x^2 + 2x"), ("[1, 2)", "[1, 3)"),
+                       (r"\frac{1+\sqrt{2}}{3}", r"2\pi")):
+        verify(rf"\boxed{{{said}}}", gold)

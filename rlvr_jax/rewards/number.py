@@ -37,6 +37,13 @@ class Number:
     percent: bool = False
     base: int | None = None
 
+    def times(self, ratio: Fraction) -> "Number":
+        """In another unit: exact, and still a rounded decimal where only the decimal point moves."""
+        for power in range(-12, 13) if self.places is not None else ():
+            if ratio == Fraction(10) ** power:
+                return Number(self.value * ratio, (self.places or 0) - power, self.digits, self.percent)
+        return Number(self.value * ratio, percent=self.percent)
+
 
 @dataclass(frozen=True)
 class Policy:

@@ -5,18 +5,21 @@ import dataclasses
 import selectors
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from rlvr_jax.rewards import process, registry
+from rlvr_jax.rewards.patience import LEAST_SECONDS, Patience
 from rlvr_jax.rewards.verdict import Verdict, raised, unknown
 
 MAX_START_FAILURES = 3
 _POLL_SECONDS = 0.05
-SLOW_SECONDS = 0.5
-"""CPU and idle time after which a row no longer holds up the others: a further worker is started beside it."""
-MAX_EXTRA = 6
+SLOW_SECONDS = 0.1
+"""Idle time after which a row no longer holds up the others: a further worker is started beside it. Of CPU time it is
+:data:`~rlvr_jax.rewards.patience.LEAST_SECONDS`: more workers make no more cores."""
+MAX_EXTRA = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +45,11 @@ class Pool:
     ``cpu_seconds`` is CPU time of the worker, so a busy machine changes no verdict; ``wall_seconds`` bounds a verifier that
     sleeps: it counts only time in which the worker does not want a core. A row whose worker was killed, crashed or ran out
     of memory is tried once more in a fresh worker, then becomes unknown; a row that ran out of its time is unknown at once. Workers start at the first job (or
-    :meth:`start`), in the background, and import the verifiers named in ``preload`` before they take one. While rows hang,
-    up to :data:`MAX_EXTRA` further workers take the rest, so that sleeping rows cost a batch one deadline, not one each.
+    :meth:`start`), in the background, and import the verifiers named in ``preload`` before they take one.
+
+    Rows that hang cost a batch one deadline, not one each. While rows take long, up to :data:`MAX_EXTRA` further workers take the rest;
+    of those that compute, the oldest have the cores, as many as there are ``workers``, and the others what is left. When so many rows of
+    a verifier have run out of their whole time, the others that take as long are given up with them: see :class:`Patience`.
 
     A callable that cannot be imported by name (lambda, closure, function of a notebook or ``__main__``) is run in the
     calling process when its job is submitted: exceptions are caught, but nothing can stop it if it hangs.
@@ -55,10 +61,13 @@ class Pool:
     def __init__(self, workers: int = 2, cpu_seconds: float = 5.0, wall_seconds: float = 60.0,
                  memory_mb: int = 4096, preload: Sequence[str] = ("math",)) -> None:
         self._preload = tuple(preload)
-        self._size, self._cpu, self._wall, self._memory = workers, cpu_seconds, wall_seconds, memory_mb
+        self._size, self._cpu, self._memory = workers, cpu_seconds, memory_mb
         self.counters: Counter[str] = Counter(
             {k: 0 for k in ("verified", "unknown", "errors", "timeouts", "crashes", "replaced")})
         self._payload: dict[int, bytes] = {}
+        self._verifier: dict[int, str] = {}
+        self._patience = Patience(cpu_seconds, wall_seconds, enough=workers)
+        self._template: process.Template | None = None
         self._retried: set[int] = set()
         self._queue: deque[int] = deque()
         self._done: dict[int, Verdict] = {}
@@ -100,7 +109,7 @@ class Pool:
             self._finish(ticket, unknown(f"the row cannot be sent to a worker: {type(e).__name__}: {e}"), "errors")
             return ticket
         with self._changed:
-            self._payload[ticket] = payload
+            self._payload[ticket], self._verifier[ticket] = payload, reference
             self._queue.append(ticket)
         self._wake()
         return ticket
@@ -155,6 +164,7 @@ class Pool:
         with self._changed:
             self._done[ticket] = verdict
             self._payload.pop(ticket, None)
+            self._verifier.pop(ticket, None)
             self._retried.discard(ticket)
             self.counters["verified"] += 1
             self.counters["unknown"] += verdict.status == "unknown"
@@ -175,17 +185,21 @@ class Pool:
                 self._fail(f"the reward pool failed: {type(e).__name__}: {e}")
             finally:
                 for worker in workers:
-                    worker.kill()
+                    worker.socket.close()
+                if self._template is not None:
+                    self._template.close()
 
     def _round(self, selector: selectors.BaseSelector, workers: list[process.Process]) -> None:
         self._retire(selector, workers)
         while len(workers) < self._wanted(workers):
-            workers.append(process.Process(self._memory, self._cpu, self._preload))
+            workers.append(self._fork())
             selector.register(workers[-1].socket, selectors.EVENT_READ, workers[-1])
         for worker in workers:
             self._dispatch(worker)
         # Clocks need polling only while somebody works.
         waiting = all(w.ready and w.job is None for w in workers)
+        if waiting:
+            self._patience.forget()
         arrived = selector.select(None if waiting else _POLL_SECONDS)
         lost: dict[process.Process, tuple[str, str]] = {}
         for key, _ in arrived:
@@ -202,13 +216,26 @@ class Pool:
             worker.kill(grace=0.5 if counter == "crashes" else 0.0)
             self._replace(worker, counter, reason if counter == "timeouts" else f"{reason} {worker.exit_reason()}")
 
+    def _fork(self) -> process.Process:
+        if self._template is None or self._template.gone:
+            if self._template is not None:
+                self._template.close()
+            self._template = process.Template(self._memory, self._cpu, self._preload)
+        return self._template.fork()
+
     def _wanted(self, workers: list[process.Process]) -> int:
-        """One worker more for every row that hangs while others wait."""
-        slow = sum(w.job is not None and w.started and w.cpu + w.idle > SLOW_SECONDS for w in workers)
-        return self._size + min(MAX_EXTRA, slow if self._queue else 0)
+        """One worker more for every row that takes long while others wait."""
+        slow = [w for w in workers if w.job is not None and w.started and (w.cpu > LEAST_SECONDS or w.idle > SLOW_SECONDS)]
+        for worker in sorted((w for w in slow if w.cpu > LEAST_SECONDS), key=lambda w: w.began)[self._size:]:
+            if not worker.background:
+                worker.step_back()
+        return self._size + min(MAX_EXTRA, len(slow) if self._queue else 0)
 
     def _retire(self, selector: selectors.BaseSelector, workers: list[process.Process]) -> None:
-        for worker in [w for w in workers if w.job is None][: max(0, len(workers) - self._size)] if not self._queue else ():
+        """Ends idle workers beyond what is wanted, those first that have stepped back, and all of these."""
+        free = [] if self._queue else sorted((w for w in workers if w.job is None), key=lambda w: not w.background)
+        surplus = len(workers) - self._size
+        for worker in [w for i, w in enumerate(free) if w.background or i < surplus]:
             workers.remove(worker)
             selector.unregister(worker.socket)
             worker.kill()
@@ -228,13 +255,16 @@ class Pool:
         """Takes in a worker's messages; False when it is gone or must be replaced."""
         messages = worker.receive()
         for message in messages or []:
-            if message.get("ready"):
+            if "pid" in message and not worker.pid:
+                worker.is_process(message["pid"])
+            elif message.get("ready"):
                 worker.ready, self._start_failures = True, 0
             elif worker.job is not None and message.get("started") == worker.job:
                 worker.start_clocks()
             elif worker.job is not None and message.get("job") == worker.job:
                 if message.get("fatal"):
                     return False
+                self._learn(worker)
                 ticket, worker.job = worker.job, None
                 reward, status, detail = message["verdict"]
                 self._finish(ticket, Verdict(reward, status, detail), "errors" if message.get("error") else None)
@@ -246,15 +276,24 @@ class Pool:
         worker.tick()
         if not worker.started:  # starting up, or importing the verifier's module
             return f"not ready after {process.START_SECONDS:g} s" if worker.idle > process.START_SECONDS else None
-        if worker.cpu > self._cpu:
-            return f"no verdict after {self._cpu:g} s of CPU time"
-        return f"no verdict after {self._wall:g} s of waiting" if worker.idle > self._wall else None
+        cpu, wall, why = self._patience.limits(self._verifier[worker.job or 0])
+        if worker.cpu > cpu:
+            return f"no verdict after {cpu:g} s of CPU time{why}"
+        return f"no verdict after {wall:g} s of waiting{why}" if worker.idle > wall else None
+
+    def _learn(self, worker: process.Process) -> None:
+        """How long a row took to its verdict; of quick ones it is not looked up."""
+        if worker.started and time.monotonic() - worker.began > SLOW_SECONDS:
+            worker.tick()
+            self._patience.had_verdict(self._verifier[worker.job or 0], worker.cpu, worker.idle)
 
     def _replace(self, worker: process.Process, counter: str, reason: str) -> None:
         """A worker was lost: its row is tried once more, or unknown if it was before, or if it ran out of time."""
         with self._changed:
             self.counters[counter] += 1
             self.counters["replaced"] += 1
+            if worker.job is not None:
+                self._patience.ran_out(self._verifier[worker.job], worker.cpu, worker.idle)
             ticket = worker.job
             again = ticket in self._retried
             retry = ticket is not None and not again and not (counter == "timeouts" and worker.started)

@@ -1,7 +1,7 @@
 """The worker process of the pool: reads pickled jobs from a socket, answers with JSON lines.
 
-Runs as its own program, so the user's ``__main__`` is not imported again and no thread of jax is forked. The answers are
-JSON, never pickles: what a verifier did to this process must not be able to run code in the trainer.
+Forked from a program of its own (:mod:`rlvr_jax.rewards.template`), so the user's ``__main__`` is not imported again and no thread of
+jax is forked. The answers are JSON, never pickles: what a verifier did to this process must not be able to run code in the trainer.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ def main(fd: int, parent: int, memory_mb: int, cpu_seconds: float, preload: list
     die_with(parent)
     os.set_inheritable(fd, False)
     connection = socket.socket(fileno=fd)
-    _warm_up(preload)
+    _send(connection, {"pid": os.getpid()})
+    warm_up(preload)
     _limit_memory(memory_mb)
     _silence()
     sys.dont_write_bytecode = True
@@ -137,7 +138,7 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _warm_up(preload: list[str]) -> None:
+def warm_up(preload: list[str]) -> None:
     """Imports what rows need before their clocks run, and calls a ``warm_up`` beside the verifier if there is one."""
     for name in preload:
         function = registry.resolve(name)
