@@ -236,6 +236,18 @@ def test_a_sweep_only_looks_at_meshes_that_divide():
     assert all(d * f * t == 8 for d, f, t in meshes) and {c.train.micro_batch for c in found if c.mesh.tensor == 2} == {4, 8, 16}
 
 
+@pytest.mark.parametrize(("recipe", "compiled"), [
+    ("popo/r1_distill_qwen_1_5b_v5e16.yaml", 10.7), ("popo/qwen2_5_3b_countdown_v5e16.yaml", 10.1), ("dataflex/qwen2_5_7b_v5e64.yaml", 8.8)])
+def test_what_a_sweep_compiles_is_chosen_by_sizes_near_the_compiler_s(recipe, compiled, monkeypatch):
+    """GiB a device that these recipes took when they were compiled for v5e (configs/README.md)."""
+    monkeypatch.setattr(known, "_cached_config", lambda _: None)
+    config = C.load(CONFIGS / recipe)
+    model, _ = known.shape_of(config.model.path)
+    plain, moved = (sweep._arrays(c, model) / 2**30 for c in (config, C.load(CONFIGS / recipe, ["mesh.offload_optimizer=true"])))
+    assert 0.8 * compiled < plain < 1.05 * compiled
+    assert plain - moved == pytest.approx(8 * estimate.parameters(model) / (config.mesh.fsdp * config.mesh.tensor) / 2**30, rel=0.2)
+
+
 def test_there_are_recipes():
     assert len(RECIPES) >= 11 and "dataflex/qwen2_5_7b_v5e64.yaml" in RECIPES
 

@@ -21,7 +21,9 @@ def sweep(config: Config, topology: str, *, most: int = 6, quick: bool = True, t
     """
     model, _ = shape(config)
     goal = target(topology)
-    found = sorted((c for c in candidates(config, model, len(goal.devices)) if _arrays(c, model) < goal.chip.usable_gib * GIB), key=lambda c: _rank(c, model, goal.chip))
+    sized = [(c, _arrays(c, model)) for c in candidates(config, model, len(goal.devices))]
+    fitting = [(c, size) for c, size in sized if size < goal.chip.usable_gib * GIB]
+    found = [c for c, _ in sorted(fitting, key=lambda x: (_rank(x[0], model, goal.chip), x[1]))]
     if not found:
         raise ValueError(f"no mesh of {len(goal.devices)} devices holds this model and batch on '{topology}'; take more devices, fewer slots or shorter responses")
     plans = [plan(c, topology, quick=quick, tell=tell) for c in found[:most]]
@@ -42,8 +44,10 @@ def candidates(config: Config, model: DecoderConfig, devices: int) -> Iterator[C
 
 
 def _arrays(config: Config, model: DecoderConfig) -> float:
-    """Bytes per device that no compiler can save: state, gradients twice, activations; or state, sampler's weights and cache.
-    Moments that the host keeps are there for the optimizer step alone, when activations are gone."""
+    """Bytes per device that no compiler can save: state, gradients twice, activations; or state, sampler's weights, and the cache
+    beside the smaller one that it last grew from. Moments that the host keeps are there for the optimizer step alone, when
+    activations are gone.
+    """
     m, item = config.mesh, 2 if config.model.compute_dtype == "bfloat16" else 4
     weights = estimate.parameters(model)
     share = weights / (m.fsdp * m.tensor)
@@ -51,18 +55,19 @@ def _arrays(config: Config, model: DecoderConfig) -> float:
     state = whole - 8 * share * m.offload_optimizer
     update = max(whole, state + memory.activations(config, model, config.train.micro_batch / (m.data * m.fsdp), m.tensor)) + 8 * share
     slots = config.rollout.slots or 256
-    columns = config.data.max_prompt_length + config.rollout.max_new_tokens
+    columns = 2 * config.data.max_prompt_length + 1.5 * config.rollout.max_new_tokens
     cache = 2 * item * model.num_layers * model.num_kv_heads * model.head_dim * columns * slots / (m.data * m.fsdp * m.tensor)
     return max(update, state + item * weights / m.tensor + cache)
 
 
 def _rank(config: Config, model: DecoderConfig, chip: Chip) -> float:
-    """Seconds that differ between candidates: weights gathered for each micro-batch, sums over tensor, weights read for each token."""
+    """Seconds that differ between candidates: weights gathered for each micro-batch, gradients summed over data, sums over tensor, weights read for each token."""
     m, item = config.mesh, 2
     weights = item * estimate.parameters(model) / m.tensor
     rows, length = config.train.prompts_per_step * config.rollout.samples_per_prompt, config.data.max_prompt_length + config.rollout.max_new_tokens
     chunks = -(-rows // config.train.micro_batch)
-    gathered = chunks * 5 * weights * (m.fsdp > 1)
+    gathered = chunks * 5 * weights * (m.fsdp - 1) / m.fsdp
+    reduced = 2 * 4 * estimate.parameters(model) / (m.fsdp * m.tensor) * (m.data - 1) / m.data * config.train.updates_per_batch
     summed = 0 if m.tensor == 1 else rows / (m.data * m.fsdp) * length * model.hidden_size * model.num_layers * 4 * 2 * 5
     idle = (chunks * config.train.micro_batch / rows) * estimate.update_flops(config, model)[1] / (m.data * m.fsdp * m.tensor) / chip.flops
-    return (gathered + summed) / chip.link + idle + config.rollout.max_new_tokens * weights / chip.memory
+    return (gathered + reduced + summed) / chip.link + idle + config.rollout.max_new_tokens * weights / chip.memory
