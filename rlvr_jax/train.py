@@ -226,7 +226,7 @@ class _Loop:
         """What there is to see until the first evaluation or step is through."""
         if self.first:
             parameters = metric.count(sum(x.size for x in jax.tree.leaves(state.params)))
-            metric.say(f"train: {self.config.model.path} ({parameters} parameters) on {jax.device_count()} x {jax.devices()[0].device_kind}, {what}, in {self.config.run_dir}; "
+            metric.say(f"train: {self.config.model.path} ({parameters} parameters) on {self.parts.mesh.size} x {jax.devices()[0].device_kind}, {what}, in {self.config.run_dir}; "
                        "reading weights and compiling: the first evaluation and the first step take longest")
 
     def _step(self, state: TrainState, host: dict[str, Any], record: Record, ref_params: Any, writer: metric.Writer, progress: metric.Progress
