@@ -5,9 +5,10 @@ import os
 import shutil
 import tempfile
 
+from processes import QUICK
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
-# Most of a test's time is compilation: the tests ask for programs that are made in half the time and run slower.
-for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"):
+for _flag in ("--xla_force_host_platform_device_count=8", *QUICK.split()):
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 # The same program is compiled once for all tests of a run, in whichever process; thrown away at its end.

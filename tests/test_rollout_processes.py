@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import QUICK
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +51,7 @@ def test_two_processes_sample_what_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = f"--xla_force_host_platform_device_count=2 {QUICK}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     workers = [subprocess.Popen([sys.executable, "-c", WORKER, str(i), port, str(tmp_path / f"{i}.npy")], env=env, stderr=subprocess.PIPE, text=True) for i in range(2)]
     for worker in workers:

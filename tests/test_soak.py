@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from processes import QUICK
 
 from rlvr_jax.compare.runner import last_record
 from rlvr_jax.metrics import read_records
@@ -53,7 +54,7 @@ def config(folder: Path, model: Path) -> Path:
 
 def start(path: Path, run: Path, token: str) -> subprocess.Popen:
     search = os.pathsep.join([str(path.parent), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true", "PYTHONPATH": search, MARK: token,
+    env = os.environ | {"XLA_FLAGS": QUICK, "PYTHONPATH": search, MARK: token,
                         "JAX_COMPILATION_CACHE_DIR": str(path.parent / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     with (path.parent / f"{run.name}.txt").open("a") as log:
         return subprocess.Popen([sys.executable, "-m", "rlvr_jax.cli", "train", str(path), f"run_dir={run}"], env=env, stdout=subprocess.PIPE, stderr=log, text=True)
