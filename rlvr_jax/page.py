@@ -88,6 +88,14 @@ def section(heading: str, body: str) -> str:
     return f"<section><h2>{text(heading)}</h2>{body}</section>\n"
 
 
+def figure(title: str, svg: str, lines: Sequence[tuple[str, int, bool, str]], note: str = "") -> str:
+    """A chart with its title, a note and its legend. ``lines``: label, palette index (dashed from 8 on), dashed anyhow, last value as text."""
+    legend = "".join(f'<li><i style="--c:var(--c{color % 8})"{" class=dash" if dashed or color >= 8 else ""}></i>{text(label)}{f" <b>{text(last)}</b>" * bool(last)}</li>'
+                     for label, color, dashed, last in lines)
+    small = f"<small>{text(note)}</small>" if note else ""
+    return f"<figure><figcaption><h3>{text(title)}</h3>{small}</figcaption>{svg}<ul class=legend>{legend}</ul></figure>"
+
+
 def notice(words: str) -> str:
     return f'<p class="notice" role="note">{text(words)}</p>'
 

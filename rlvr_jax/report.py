@@ -187,13 +187,11 @@ def _figure(chart: Chart, curves: dict[str, tuple[np.ndarray, np.ndarray]], doma
         return ""
     svg = line_chart(series, key=chart.title, unit=chart.unit, percent=chart.percent, log=chart.log, markers=chart.markers,
                      smooth=chart.smooth, robust=chart.robust, title=chart.title)
-    legend = "".join(f"<li><i style=\"--c:var(--c{s.color % 8})\"{' class=dash' if s.dashed or s.color >= 8 else ''}></i>{page.text(s.label)}"
-                     f" <b>{page.short(s.values[np.isfinite(s.values)][-1], chart.percent)}</b></li>" for s in series)
     window = 1 if chart.markers or not chart.smooth else max(smoothing(min(len(s.steps), MAX_POINTS)) for s in series)
     smooth = f"bold: mean over {window} points" if window > 1 else ""
     note = "; ".join(filter(None, (chart.note, smooth)))
-    small = f"<small>{page.text(note)}</small>" if note else ""
-    return f"<figure><figcaption><h3>{page.text(chart.title)}</h3>{small}</figcaption>{svg}<ul class=legend>{legend}</ul></figure>"
+    lines = [(s.label, s.color, s.dashed, page.short(s.values[np.isfinite(s.values)][-1], chart.percent)) for s in series]
+    return page.figure(chart.title, svg, lines, note)
 
 
 def _samples(rows: list[dict[str, Any]]) -> str:

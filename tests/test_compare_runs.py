@@ -21,7 +21,7 @@ from rlvr_jax.compare import command, runner
 from rlvr_jax.compare import spec as specs
 from rlvr_jax.compare.collect import collect
 from rlvr_jax.compare.output import plain
-from rlvr_jax.compare.result import OVERALL, pairs
+from rlvr_jax.compare.result import OVERALL, pair_counts
 
 ARMS = {"baseline": {}, "x": {"strategies": ["per"]}, "ucb": {"data": {"mixer": {"name": "dump_ucb"}}}}
 
@@ -327,7 +327,7 @@ def test_two_shards_are_the_whole(pretend, tmp_path):
     pretend(ARMS, "whole")
     first = pretend(ARMS, "here", "0/2")
     assert {seed for _, seed in Pretend.made[6:]} == {0} and first.comparison.table.pairs == ("0",)
-    assert pairs(first.comparison) == "1 pair" and "With 1 pair and 2 arms" in plain(first.comparison)
+    assert pair_counts(first.comparison) == "1" and "With 1 pair and 2 arms" in plain(first.comparison)
     assert command.unfinished(first.found) == "3 runs are not finished yet (baseline seed 1, x seed 1, ucb seed 1)"
     pretend(ARMS, "there", "1/2")
     shutil.copytree(tmp_path / "there" / "runs", tmp_path / "here" / "runs", dirs_exist_ok=True)

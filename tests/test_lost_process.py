@@ -14,11 +14,11 @@ from rlvr_jax.exit_codes import LOST, MEND, STOPPED
 # The command line as it is, with a loop of exchanges in place of a command's work.
 LOOP = """
 import sys, time
-from rlvr_jax import cli, distributed
+from rlvr_jax import cli, cli_commands, distributed
 from rlvr_jax.watchdog import Watchdog
 
 def loop(args):
-    cli._join(args)
+    cli_commands._join(args)
     if "seed=1" in args.overrides:
         distributed.require_equal({"the config": args.process_id})
     with Watchdog(LIMIT) as watchdog:
@@ -31,7 +31,7 @@ def loop(args):
                 return stop
             time.sleep(0.02)
 
-cli._preflight = loop
+cli_commands.preflight = loop
 cli.console()
 """
 

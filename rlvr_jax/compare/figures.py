@@ -76,5 +76,4 @@ def _figure(title: str, note: str, series: Sequence[Series]) -> str:
     highest = max(float(np.nanmax(s.values)) for s in series)
     lowest = min(float(np.nanmin(s.values)) for s in series)
     svg = line_chart(series, key=f"runs {title}", percent=lowest >= 0 and highest <= 1, title=title)
-    legend = "".join(f'<li><i style="--c:var(--c{s.color % 8})"{" class=dash" if s.dashed or s.color >= 8 else ""}></i>{page.text(s.label)}</li>' for s in series)
-    return f"<figure><figcaption><h3>{page.text(title)}</h3><small>{page.text(note)}</small></figcaption>{svg}<ul class=legend>{legend}</ul></figure>"
+    return page.figure(title, svg, [(s.label, s.color, s.dashed, "") for s in series], note)

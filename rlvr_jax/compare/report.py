@@ -12,7 +12,7 @@ import numpy as np
 from rlvr_jax import page
 from rlvr_jax.charts import Series, Span, forest_chart, line_chart
 from rlvr_jax.compare import statistics as st
-from rlvr_jax.compare.result import OVERALL, Comparison, headline, pairs
+from rlvr_jax.compare.result import OVERALL, Comparison, headline, pair_counts
 from rlvr_jax.compare.wording import HEAD, chance, decimals, figure, verdict_row
 
 TONES = {"better": "good", "worse": "bad"}
@@ -28,7 +28,7 @@ def build(comparison: Comparison, title: str, facts: Mapping[str, Any], sections
 
 def _head(c: Comparison, title: str) -> str:
     least = max(c.effects[arm, c.overall].smallest_p for arm in c.arms)
-    tiles = [("arms", f"{len(c.arms)} against {c.baseline}"), ("pairs", pairs(c).rpartition(" ")[0]), ("domains", str(len(c.table.domains))),
+    tiles = [("arms", f"{len(c.arms)} against {c.baseline}"), ("pairs", pair_counts(c)), ("domains", str(len(c.table.domains))),
              ("smallest p these pairs can give", chance(least))]
     facts = "".join(f"<div><dt>{page.text(name)}</dt><dd>{page.text(value)}</dd></div>" for name, value in tiles)
     notes = "".join(map(page.notice, c.notes))
@@ -96,8 +96,7 @@ def _curves(c: Comparison) -> str:
         svg, labels = curves(c, unit)
         if not svg:
             continue
-        legend = "".join(f'<li><i style="--c:var(--c{color % 8})"{" class=dash" if color >= 8 else ""}></i>{page.text(label)}</li>' for label, color in labels)
-        figures.append(f"<figure><figcaption><h3>{page.text(f'Accuracy over {unit}')}</h3></figcaption>{svg}<ul class=legend>{legend}</ul></figure>")
+        figures.append(page.figure(f"Accuracy over {unit}", svg, [(label, color, False, "") for label, color in labels]))
         found = [(arm, c.reach[arm, unit]) for arm in (c.baseline, *c.arms)]
         goal = figure(found[0][1].target, decimals(c, c.areas[unit]))
         tables.append(page.table([f"{unit} to reach {goal}", "median", "runs that did"],

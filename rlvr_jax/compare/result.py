@@ -130,10 +130,10 @@ def headline(comparison: Comparison) -> str:
     return f"{words[0].upper() if not (called.keys() & {'better', 'worse'}) else words[0]}{words[1:]}."
 
 
-def pairs(comparison: Comparison) -> str:
-    """How many pairs the arms share with the baseline: '5 pairs', '3 to 5 pairs'."""
+def pair_counts(comparison: Comparison) -> str:
+    """How many pairs the arms share with the baseline: '5', '3 to 5'."""
     counts = [comparison.effects[arm, comparison.overall].pairs for arm in comparison.arms]
-    return _pairs(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} pairs"
+    return f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def _pairs(n: int) -> str:
