@@ -43,13 +43,18 @@ def gold(row, expressions):
             "knights": f"Zoey is a knave?\n<answer>{row.answer}</answer>"}[row.verifier]
 
 
-def refused(shared, rows):
+@pytest.fixture(scope="module")
+def judges():
+    p = Pool(workers=1)
+    with Workers(p.workers, p.cpu_seconds, p.wall_seconds, p.memory_mb) as pool:
+        yield pool
+
+
+def refused(judges, shared, rows):
     """Rows whose gold answer is not accepted: (prompt, answer, verdict)."""
     solver = shared / "data/countdown/test_with_solver_answers.jsonl"
     expressions = {(tuple(r["numbers"]), r["target"]): r["gold_expr"] for r in map(json.loads, solver.read_text().splitlines())} if rows[0].verifier == "countdown" else {}
-    p = Pool(workers=1)
-    with Workers(p.workers, p.cpu_seconds, p.wall_seconds, p.memory_mb) as pool:
-        verdicts = pool.collect([pool.submit(Job(r.verifier, gold(r, expressions), r.answer, r.fields)) for r in rows])
+    verdicts = judges.collect([judges.submit(Job(r.verifier, gold(r, expressions), r.answer, r.fields)) for r in rows])
     return [(r.prompt[:60], r.answer[-60:], v.status) for r, v in zip(rows, verdicts) if v.status != "ok"]
 
 
@@ -62,26 +67,26 @@ def test_every_configuration_has_its_line():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_file_is_evaluated_whole(shared, name):
+def test_a_file_is_evaluated_whole(judges, shared, name):
     dataset = built(shared, name)
     assert {n: len(rows) for n, rows in dataset.eval.items()} == ROWS[name] and not dataset.warnings and not dataset.overlaps
     for rows in dataset.eval.values():
         assert all(r.prompt.strip() and (r.verifier == "countdown" or r.answer) and "{" + "prompt" not in r.prompt for r in rows)
         if rows[0].verifier != "math":
-            assert not refused(shared, rows[:40])
+            assert not refused(judges, shared, rows[:40])
 
 
 @pytest.mark.parametrize("name, every", [("gsm8k", 40), ("math500", 25), ("aime24", 3), ("amc23", 4), ("minerva_math", 20), ("olympiadbench", 40)])
-def test_gold_answers_of_some_rows_are_right(shared, name, every):
+def test_gold_answers_of_some_rows_are_right(judges, shared, name, every):
     rows, = built(shared, name).eval.values()
-    assert len(refused(shared, rows[::every])) <= UNREADABLE.get(name, 0)
+    assert len(refused(judges, shared, rows[::every])) <= UNREADABLE.get(name, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_gold_answers_of_all_rows_are_right(shared, name):
+def test_gold_answers_of_all_rows_are_right(judges, shared, name):
     for rows in built(shared, name).eval.values():
-        bad = refused(shared, rows)
+        bad = refused(judges, shared, rows)
         assert len(bad) <= UNREADABLE.get(name, 0), bad
 
 

@@ -94,7 +94,8 @@ def agrees(how, plan, p):
     for x, want in zip(grads, want_grads):
         assert x.dtype == jnp.float32
         error = np.linalg.norm(np.asarray(x, np.float64) - want)
-        assert error <= (1e-2 if low else 5e-6) * np.linalg.norm(want), error
+        # What a logit is rounded by is the relative error of its word's probability.
+        assert error <= (1e-2 if low else 5e-6 + 6e-8 * unit) * np.linalg.norm(want), error
     assert not np.asarray(grads[0])[int(p["count"]):].any()
 
 

@@ -464,10 +464,10 @@ from rlvr_jax.rollout.engine import LocalEngine
 from rlvr_jax.rollout.score import score
 from rlvr_jax.types import response_mask
 
-folder, ask, samples = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+folder, ask, samples, new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 cfg, tokenizer = load_config(folder), load_tokenizer(folder)
 params = load_params(folder, cfg)
-e = LocalEngine(cfg, SamplingParams(temperature=1.0, max_new_tokens=128), prompt_buckets=(64,))
+e = LocalEngine(cfg, SamplingParams(temperature=1.0, max_new_tokens=new), prompt_buckets=(64,))
 e.update_weights(params, 0)
 r = e.generate([tokenizer.encode_chat([{"role": "user", "content": q}], {}) for q in ask], range(len(ask)), [0] * len(ask), samples, 0, 0)
 scored = jax.jit(score, static_argnums=1)(params, cfg, r.tokens, r.prompt_length, r.response_length)
@@ -477,11 +477,11 @@ print(json.dumps([gap.size, float(gap.max()), float(gap.mean())]))
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("samples,tokens", [(1, 1_000), pytest.param(4, 10_000, marks=pytest.mark.slow)])
-def test_sampled_logprobs_equal_scoring_on_smollm2(smollm2, samples, tokens):
+@pytest.mark.parametrize("samples,new,tokens", [(1, 48, 400), pytest.param(4, 128, 10_000, marks=pytest.mark.slow)])
+def test_sampled_logprobs_equal_scoring_on_smollm2(smollm2, samples, new, tokens):
     """Sampled logprobs against teacher forcing: 1e-4 nat at most, 1e-5 on average."""
     ask = ASK if samples > 1 else ASK[::2]
-    done = subprocess.run([sys.executable, "-c", SAMPLE_AND_SCORE, str(smollm2), json.dumps(ask), str(samples)], env=os.environ | {"XLA_FLAGS": ""}, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", SAMPLE_AND_SCORE, str(smollm2), json.dumps(ask), str(samples), str(new)], env=os.environ | {"XLA_FLAGS": ""}, capture_output=True,
                           text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     count, worst, mean = json.loads(done.stdout.splitlines()[-1])

@@ -13,6 +13,7 @@ import pytest
 from processes import QUICK
 
 import rlvr_jax
+from rlvr_jax import cli
 from rlvr_jax import config as C
 from rlvr_jax.metrics import read_records
 from rlvr_jax.train import train
@@ -133,16 +134,17 @@ def test_sigterm_saves_and_the_same_command_goes_on(whole, tmp_path):
     assert summary["resumed_from_step"] > 0 and summary["weights_sha256"] == printed["weights_sha256"]
 
 
-def test_another_experiment_in_the_same_folder_is_refused(whole):
+def test_another_experiment_in_the_same_folder_is_refused(whole, capsys):
     config, run, _ = whole
-    done = subprocess.run(command(config, run, "seed=1"), env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2 and "seed" in done.stderr and "run_dir" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert cli.main(["train", str(config), f"run_dir={run}", "seed=1"]) == 2
+    error = capsys.readouterr().err
+    assert "seed" in error and "run_dir" in error and len(error.strip().splitlines()) == 1
 
 
-def test_a_finished_run_is_left_as_it_is(whole):
+def test_a_finished_run_is_left_as_it_is(whole, capsys):
     config, run, printed = whole
-    done = subprocess.run(command(config, run), env=environment(), capture_output=True, text=True, timeout=600)
-    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == printed["weights_sha256"]
+    assert cli.main(["train", str(config), f"run_dir={run}"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["weights_sha256"] == printed["weights_sha256"]
 
 
 def shortest(answer_text: str, answer: str, **fields) -> float:

@@ -98,14 +98,25 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found ..."
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    from transformers import AutoTokenizer
-
     folder = Path(folder)
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        hf = _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True)
     except Exception as e:
         raise ModelError(f"'{folder}': no usable tokenizer: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from None
     out = Tokenizer(hf, [i for name in ("generation_config.json", "config.json") if (folder / name).is_file() for i in end_ids(read_json(folder / name))])
     if not out.eos_ids:
         raise ModelError(f"'{folder}': no end token in tokenizer, generation_config.json or config.json; set eos_token_id in one")
     return out
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """What AutoTokenizer would choose. Importing it brings torch along where that is installed (5 s): not for a folder that says all of it in tokenizer.json."""
+    config = folder / "tokenizer_config.json"
+    named = read_json(config).get("tokenizer_class") if config.is_file() and (folder / "tokenizer.json").is_file() else None
+    if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
