@@ -70,18 +70,8 @@ def parser() -> argparse.ArgumentParser:
     p = command("report", cli_commands.report, "(re)build report.html of a run")
     p.add_argument("run_dir")
     _compare_arguments(command("compare", cli_commands.compare, "does an arm help? trains arms paired by seed, or reads a table of anybody's runs, and gives verdicts"))
-    p = command("plan", cli_commands.plan, "does it fit? compiles the step for a pod or GPU that is not here, and prints memory by part, collectives and estimated seconds (a few minutes; TPUs: pip install 'rlvr-jax[tpu-aot]')", config=True)
-    p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8 (also v5e-64, by its name), v5p:2x2x4, v6e:4x4, h100:8, h200:1, rtx4090:1")
-    p.add_argument("--sweep", action="store_true", help="try meshes and micro-batches, and rank them")
-    p.add_argument("--most", type=int, default=6, metavar="N", help="meshes that --sweep compiles at most (minutes each)")
-    p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off; --sweep always does")
-    p.add_argument("--json", action="store_true", help="one JSON object (with --sweep: one a line)")
-    p = command("bench", cli_commands.bench, "time a part of the trainer on a fixed workload, beside the limit of this machine")
-    p.add_argument("part", choices=("update", "rollout", "step", "verify"))
-    p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
-    p.add_argument("--micro-batch", type=int, default=4, help="rows of full length per forward and backward pass")
-    p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
-    p.add_argument("--json", action="store_true", help="one JSON object a line")
+    _plan_arguments(command("plan", cli_commands.plan, "does it fit? compiles the step for a pod or GPU that is not here, and prints memory by part, collectives and estimated seconds (a few minutes; TPUs: pip install 'rlvr-jax[tpu-aot]')", config=True))
+    _bench_arguments(command("bench", cli_commands.bench, "time a part of the trainer on a fixed workload, beside the limit of this machine"))
     return parser
 
 
@@ -103,3 +93,19 @@ def _compare_arguments(p: argparse.ArgumentParser) -> None:
     t.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with (default: the one called baseline)")
     t.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only these rows (may be repeated)")
     t.add_argument("--out", metavar="FOLDER", help="results.csv, results.json, results.md, report.html (default: runs/compare_FILE)")
+
+
+def _plan_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v5e:8x8 (also v5e-64, by its name), v5p:2x2x4, v6e:4x4, h100:8, h200:1, rtx4090:1")
+    p.add_argument("--sweep", action="store_true", help="try meshes and micro-batches, and rank them")
+    p.add_argument("--most", type=int, default=6, metavar="N", help="meshes that --sweep compiles at most (minutes each)")
+    p.add_argument("--quick", action="store_true", help="let the compiler try less hard: sooner, and a few percent off; --sweep always does")
+    p.add_argument("--json", action="store_true", help="one JSON object (with --sweep: one a line)")
+
+
+def _bench_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("part", choices=("update", "rollout", "step", "verify"))
+    p.add_argument("--workload", default="mini", choices=("smol", "tinywide", "mini"), help="smol: SmolLM2-135M's shape; tinywide: vocabulary 151936; mini: overhead")
+    p.add_argument("--micro-batch", type=int, default=4, help="rows of full length per forward and backward pass")
+    p.add_argument("--repeat", type=int, help="timed steps per figure (the median is told)")
+    p.add_argument("--json", action="store_true", help="one JSON object a line")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rlvr_jax import cli
+from rlvr_jax import cli, cli_arguments
 from rlvr_jax.strategies import presets
 
 SMALL = {
@@ -37,10 +37,10 @@ def test_help_lists_every_command(capsys):
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert e.value.code == 0 and "examples:\n  rlvr-jax train" in text
-    assert {line.split()[0] for line in text.splitlines() if line.startswith("    ")} >= set(cli.EXAMPLES)
+    assert {line.split()[0] for line in text.splitlines() if line.startswith("    ")} >= set(cli_arguments.EXAMPLES)
 
 
-@pytest.mark.parametrize("command", sorted(cli.EXAMPLES))
+@pytest.mark.parametrize("command", sorted(cli_arguments.EXAMPLES))
 def test_help_of_every_command_shows_an_example(capsys, command):
     with pytest.raises(SystemExit) as e:
         cli.main([command, "--help"])
@@ -48,7 +48,7 @@ def test_help_of_every_command_shows_an_example(capsys, command):
 
 
 def test_recipes_named_in_examples_exist():
-    named = {word for example in cli.EXAMPLES.values() for word in example.split() if word.startswith("configs/")}
+    named = {word for example in cli_arguments.EXAMPLES.values() for word in example.split() if word.startswith("configs/")}
     assert named and all((Path(__file__).resolve().parents[1] / name).is_file() for name in named)
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +279,23 @@ def test_export_copies_the_tokenizer(tmp_path, folder):
     out = hf.export(tmp_path / "out", random_params(CFG), CFG, source_folder=tmp_path / "t")
     again = hf.load_tokenizer(out)
     assert again.encode_chat(CHAT) == t.encode_chat(CHAT) and again.eos_ids == (1, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", ""])
+def test_the_tokenizer_is_the_one_that_transformers_would_choose(tmp_path, family):
+    from transformers import AutoTokenizer
+
+    make_tokenizer(tmp_path / "t", PLAIN, begins=False)
+    (tmp_path / "t" / "config.json").write_text(json.dumps({"model_type": family} if family else {}))
+    ours, theirs = hf.load_tokenizer(tmp_path / "t").hf, AutoTokenizer.from_pretrained(str(tmp_path / "t"), local_files_only=True)
+    text = "be 12 Å ﬁ <e>x"
+    assert type(ours) is type(theirs) and ours.encode(text) == theirs.encode(text) and (ours.eos_token, ours.pad_token) == (theirs.eos_token, theirs.pad_token)
+
+
+def test_the_embedded_model_is_read_without_torch():
+    code = ("import sys; from pathlib import Path; import rlvr_jax; from rlvr_jax.models import hf\n"
+            "hf.load_tokenizer(Path(rlvr_jax.__file__).parent / 'embedded'); sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 # --- the converter ---

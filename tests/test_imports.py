@@ -25,10 +25,10 @@ TIERS = (
     {"step_metrics"},
     {"collect"},
     {"train", "compare", "plan", "sft", "bench", "generate", "preflight", "benchmark"},
-    {"cli"},
+    {"cli", "cli_arguments", "cli_commands"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-WITHOUT_JAX = ("config", "config_errors", "metrics", "records", "page", "charts", "report", "rewards", "cli", "watchdog", "exit_codes", "remote", "run_folder", "distributed", "stopping")
+WITHOUT_JAX = ("config", "config_errors", "metrics", "records", "page", "charts", "report", "rewards", "cli", "cli_arguments", "cli_commands", "watchdog", "exit_codes", "remote", "run_folder", "distributed", "stopping")
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "rlvr_jax", "configs", "kernels", "tests", "tpu_scripts"}
 
 

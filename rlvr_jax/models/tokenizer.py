@@ -110,10 +110,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """What AutoTokenizer would choose. Importing it brings torch along where that is installed (5 s): not for a folder that says all of it in tokenizer.json."""
-    config = folder / "tokenizer_config.json"
-    named = read_json(config).get("tokenizer_class") if config.is_file() and (folder / "tokenizer.json").is_file() else None
-    if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+    """What AutoTokenizer would choose. Importing it brings torch along where that is installed (5 s): not for a folder that says all of it in tokenizer.json.
+
+    (Of a qwen2 folder it does not believe the class, and builds its own.)
+    """
+    says = {name: read_json(folder / name) if (folder / name).is_file() else {} for name in ("config.json", "tokenizer_config.json")}
+    whole = (folder / "tokenizer.json").is_file() and says["tokenizer_config.json"].get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    if whole and says["config.json"].get("model_type") in ("llama", "qwen3"):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
