@@ -23,11 +23,11 @@ from rlvr_jax.bench.workloads import (
     update_flops,
 )
 from rlvr_jax.collect import to_batch
-from rlvr_jax.models.decoder import init_params
+from rlvr_jax.models.decoder import init_params, param_axes
 from rlvr_jax.rewards import pool
 from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine
-from rlvr_jax.sharding import make_mesh
+from rlvr_jax.sharding import make_mesh, shardings
 from rlvr_jax.state import init_state, make_optimizer
 from rlvr_jax.strategies import prompts
 from rlvr_jax.update import make_update
@@ -37,7 +37,7 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
     """Measures one workload with random weights, 8 prompts x 8 samples of 128 tokens, float32.
 
     Keys: ``bench workload kept lengths dtype seconds tokens_per_s limit_fraction peak_mb`` as in ``bench update``, and
-    ``rollout_s verify_s update_s``. A second record, ``bookkeeping``: seconds, and share of the step, of what POPO and MoPPS do on
+    ``rollout_s verify_s update_s compiles`` (of the sampler, in the timed steps: none). A second record, ``bookkeeping``: seconds, and share of the step, of what POPO and MoPPS do on
     the host for such a batch when half of its groups teach nothing. Answers are judged in two worker processes as they end; so that every row is
     learned from, the reward of the update is drawn, and the verdicts (random text: wrong) are only waited for.
 
@@ -53,6 +53,7 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
     with pool.Pool(2) as judge:
         step = _Step(workload, micro_batch, judge)
         step()
+        compiled = step.engine.compiles
         times = [step() for _ in range(repeat)]
         bookkeeping = median(step.bookkeeping(t) for t in range(20))
     full = np.full((PROMPTS, GROUP), RESPONSE)
@@ -60,7 +61,7 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
     seconds = median(sum(t) for t in times)
     rollout, verify, update = (median(t[i] for t in times) for i in range(3))
     yield {"bench": "step", "workload": workload, "kept": 1.0, "lengths": None, "dtype": "float32", "seconds": seconds, "tokens_per_s": full.sum() / seconds,
-           "limit_fraction": limit / seconds, "rollout_s": rollout, "verify_s": verify, "update_s": update}
+           "limit_fraction": limit / seconds, "rollout_s": rollout, "verify_s": verify, "update_s": update, "compiles": step.engine.compiles - compiled}
     yield {"bench": "bookkeeping", "workload": workload, "seconds": bookkeeping, "share": bookkeeping / seconds}
 
 
@@ -74,6 +75,7 @@ class _Step:
             "optimizer": {"learning_rate": 1e-6}, "replay": {"kind": "popo"}, "train": {"prompts_per_step": PROMPTS, "micro_batch": micro_batch}})
         strategy, optimizer, mesh = strategies.build([]), make_optimizer(config.optimizer, 1000), make_mesh(devices=jax.devices()[:1])
         params = jax.jit(lambda key: init_params(self.model, key))(jax.random.key(0))
+        params = jax.device_put(params, shardings(mesh, param_axes(self.model), params))  # as every later step has them: or the second step compiles anew
         self.state = init_state(params, self.model, optimizer, strategy, mesh)
         self.update = make_update(self.model, config, strategy, optimizer, mesh)
         self.engine = LocalEngine(self.model, SamplingParams(max_new_tokens=RESPONSE), mesh, prompt_buckets=(PROMPT,), slots=PROMPTS * GROUP)
