@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from rlvr_jax import config as C
 from rlvr_jax.models import known
 from rlvr_jax.models.decoder import DecoderConfig, abstract_params, forward, param_axes
-from rlvr_jax.plan import estimate, hlo, memory, programs, sweep, targets
+from rlvr_jax.plan import estimate, hlo, memory, programs, run, sweep, targets
 from rlvr_jax.sharding import check_divides, make_mesh, named, shardings
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -280,5 +280,13 @@ def test_the_arms_in_a_recipe_are_configurations(recipe):
 
 
 def test_the_command_says_in_one_line_what_is_wrong():
-    run = subprocess.run([sys.executable, "-m", "rlvr_jax.cli", "plan", str(CONFIGS / "quickstart.yaml"), "--topology", "v5e"], capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "expected CHIP:SHAPE" in run.stderr
+    done = subprocess.run([sys.executable, "-m", "rlvr_jax.cli", "plan", str(CONFIGS / "quickstart.yaml"), "--topology", "v5e"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "expected CHIP:SHAPE" in done.stderr
+
+
+@pytest.mark.parametrize("message, wanted", [
+    ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm. Exceeded", {"used": 18.5 * 2**30}),
+    ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (51.50G) exceeds available HBM (15.75G).", {"temporaries": 51.5 * 2**30}),
+    ("INTERNAL: something else", None)])
+def test_a_refusal_for_memory_is_told_from_others(message, wanted):
+    assert run.refused(message) == wanted

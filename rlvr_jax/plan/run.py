@@ -66,13 +66,21 @@ def _compile(name: str, programs: Programs, config: Config, model: DecoderConfig
     try:
         compiled = programs.lower[name]().compile(compiler_options=goal.options)
     except Exception as e:
-        used = re.search(r"Used ([\d.]+)([GM]) of", str(e))
-        if used is None:
+        wanted = refused(str(e))
+        if wanted is None:
             raise
-        return {"seconds": time.monotonic() - began, "used": float(used[1]) * (GIB if used[2] == "G" else 2**20)}
+        return {"seconds": time.monotonic() - began} | wanted
     turns = (programs.burst,) if name == "decode" else _update_turns(config, model)
     collectives, loops = hlo.collectives(compiled.as_text() or "", turns, len(goal.devices))
     return {"seconds": time.monotonic() - began, "sizes": memory.Sizes.of(compiled), "collectives": collectives, "loops": loops}
+
+
+def refused(message: str) -> dict[str, float] | None:
+    """Bytes that a program wanted of a TPU's memory, from the compiler's refusal: ``used``, all in all, or ``temporaries``; None if it is about something else."""
+    for name, pattern in (("used", r"Used ([\d.]+)([GM]) of"), ("temporaries", r"temporaries \(([\d.]+)([GM])\) exceeds")):
+        if found := re.search(pattern, message):
+            return {name: float(found[1]) * (GIB if found[2] == "G" else 2**20)}
+    return None
 
 
 def _chunks(config: Config) -> int:
@@ -114,9 +122,12 @@ def _report(config: Config, model: DecoderConfig, goal: Target, programs: Progra
     held = memory.held(config, model, programs, m.tensor)
     phases = memory.phases(held, {name: one["sizes"] for name, one in found.items() if "sizes" in one})
     for name, one in found.items():
+        beside = {"update": 0, "prefill": held.resident - held.parameters + held.sampler_weights, "decode": held.resident}[name]
+        arguments = {"update": held.resident, "prefill": held.parameters, "decode": held.sampler_weights + held.cache}[name]
         if "used" in one:
-            beside = {"update": 0, "prefill": held.resident - held.parameters + held.sampler_weights, "decode": held.resident}
-            phases[name] = int(one["used"]) + beside[name]
+            phases[name] = int(one["used"]) + beside
+        elif "temporaries" in one:
+            phases[name] = int(one["temporaries"]) + beside + arguments
     fullest = max(phases.values())
     gib = lambda x: round(x / GIB, 3)  # noqa: E731
     rows, P, R = config.train.prompts_per_step * config.rollout.samples_per_prompt, config.data.max_prompt_length, config.rollout.max_new_tokens
