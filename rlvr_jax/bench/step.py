@@ -29,6 +29,7 @@ from rlvr_jax.rollout.draw import SamplingParams
 from rlvr_jax.rollout.engine import LocalEngine
 from rlvr_jax.sharding import make_mesh, shardings
 from rlvr_jax.state import init_state, make_optimizer
+from rlvr_jax.step_metrics import CompileCount
 from rlvr_jax.strategies import prompts
 from rlvr_jax.update import make_update
 
@@ -37,7 +38,7 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
     """Measures one workload with random weights, 8 prompts x 8 samples of 128 tokens, float32.
 
     Keys: ``bench workload kept lengths dtype seconds tokens_per_s limit_fraction peak_mb`` as in ``bench update``, and
-    ``rollout_s verify_s update_s compiles`` (of the sampler, in the timed steps: none). A second record, ``bookkeeping``: seconds, and share of the step, of what POPO and MoPPS do on
+    ``rollout_s verify_s update_s compiles`` (in the timed steps: none). A second record, ``bookkeeping``: seconds, and share of the step, of what POPO and MoPPS do on
     the host for such a batch when half of its groups teach nothing. Answers are judged in two worker processes as they end; so that every row is
     learned from, the reward of the update is drawn, and the verdicts (random text: wrong) are only waited for.
 
@@ -53,15 +54,16 @@ def bench_step(workload: str, micro_batch: int = 8, repeat: int | None = None) -
     with pool.Pool(2) as judge:
         step = _Step(workload, micro_batch, judge)
         step()
-        compiled = step.engine.compiles
+        compiled = CompileCount()
         times = [step() for _ in range(repeat)]
+        compiled.close()
         bookkeeping = median(step.bookkeeping(t) for t in range(20))
     full = np.full((PROMPTS, GROUP), RESPONSE)
     limit = (rollout_seconds(model, PROMPT, full, rate, copy, 4) + update_flops(model, np.full(full.size, PROMPT), full.ravel()) / rate)
     seconds = median(sum(t) for t in times)
     rollout, verify, update = (median(t[i] for t in times) for i in range(3))
     yield {"bench": "step", "workload": workload, "kept": 1.0, "lengths": None, "dtype": "float32", "seconds": seconds, "tokens_per_s": full.sum() / seconds,
-           "limit_fraction": limit / seconds, "rollout_s": rollout, "verify_s": verify, "update_s": update, "compiles": step.engine.compiles - compiled}
+           "limit_fraction": limit / seconds, "rollout_s": rollout, "verify_s": verify, "update_s": update, "compiles": compiled.count}
     yield {"bench": "bookkeeping", "workload": workload, "seconds": bookkeeping, "share": bookkeeping / seconds}
 
 

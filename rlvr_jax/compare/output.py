@@ -11,7 +11,7 @@ from typing import Any
 
 from rlvr_jax.charts import standalone
 from rlvr_jax.compare import report
-from rlvr_jax.compare.result import Comparison, headline, pair_counts
+from rlvr_jax.compare.result import Comparison, headline, pair_counts, pairs
 from rlvr_jax.compare.statistics import ALPHA, POWER
 from rlvr_jax.compare.wording import HEAD, verdict_row
 from rlvr_jax.records import write_atomic, write_json
@@ -84,7 +84,7 @@ def markdown(comparison: Comparison) -> str:
     c = comparison
     rows = [HEAD, ["---"] + ["---:"] * (len(HEAD) - 2) + ["---"], *(verdict_row(c, arm, c.overall) for arm in (c.baseline, *c.arms))]
     table = "\n".join(f"| {' | '.join(words if i == 1 else cell(words) for words in row)} |" for i, row in enumerate(rows))
-    made = (f"{cell(c.overall)}; mean ± standard deviation over runs; difference to {cell(c.baseline)} paired by seed ({pair_counts(c)} pair{'s' * (pair_counts(c) != '1')}), "
+    made = (f"{cell(c.overall)}; mean ± standard deviation over runs; difference to {cell(c.baseline)} paired by seed ({pairs(pair_counts(c))}), "
             f"Student's t interval; p of a paired permutation test, Holm-corrected over {len(c.arms)} {'arms' if len(c.arms) > 1 else 'arm'}; "
             f"seeds needed: to find the observed difference with {POWER:.0%} chance.")
     return f"{table}\n\n{made}\n\n{cell(headline(c))}\n" + "".join(f"\n{cell(note)}\n" for note in c.notes)

@@ -136,8 +136,9 @@ def pair_counts(comparison: Comparison) -> str:
     return f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
-def _pairs(n: int) -> str:
-    return f"{n} pair{'s' if n != 1 else ''}"
+def pairs(n: int | str) -> str:
+    """A count, or what :func:`pair_counts` says, in words."""
+    return f"{n} pair{'s' if str(n) != '1' else ''}"
 
 
 def _arms(arms: Sequence[str], comparison: Comparison) -> str:
@@ -199,13 +200,13 @@ def _notes(c: Comparison) -> list[str]:
     few = [e for e in effects if e.verdict == "too few seeds to decide"]
     if few:
         e, least = few[0], st.fewest_pairs(len(effects))
-        notes.append(f"With {_pairs(e.pairs)} and {len(effects)} {'arms' if len(effects) > 1 else 'arm'} no p can be below {e.smallest_p:.2g}"
+        notes.append(f"With {pairs(e.pairs)} and {len(effects)} {'arms' if len(effects) > 1 else 'arm'} no p can be below {e.smallest_p:.2g}"
                      f" ({e.smallest_p_holm:.2g} after Holm's correction), so no difference, however large, can be called one"
                      + (f"; that takes at least {least} pairs." if least else "."))
     fewest = min(e.pairs for e in effects)
     low, high = st.spread_known_within(fewest)
     if fewest < 10 and np.isfinite(low):
-        notes.append(f"From {_pairs(fewest)} a standard deviation is known only to within a factor of {low:.2g} to {high:.2g}: seeds needed are a rough figure.")
+        notes.append(f"From {pairs(fewest)} a standard deviation is known only to within a factor of {low:.2g} to {high:.2g}: seeds needed are a rough figure.")
     same = [arm for arm in c.arms if np.array_equal(c.table.scores[c.table.arms.index(arm)], c.table.scores[c.table.arms.index(c.baseline)])]
     if same:
         notes.append(f"{', '.join(same)}: every score equals that of {c.baseline}. Was the setting that should differ in force?")
